@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -38,6 +38,9 @@ from spmd.tracing.scalar_indexes import assign_at_scalars, item_at_scalars
 from spmd.tracing.source import user_source, where
 from spmd.tracing.traced_tensor import describe, is_traced, refuse_reading, retyped
 
+Casting: TypeAlias = Sequence[tuple[str, AxisType]]
+"""The axes along which a tensor is cast, and to what."""
+
 
 class ClosureLifting(TorchFunctionMode):
     """Wraps each closed-over tensor for functionalization, and raises for calls that a program cannot represent.
@@ -67,6 +70,7 @@ class ClosureLifting(TorchFunctionMode):
         self._tracked: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._constructs = False
         self._given: dict[int, torch.Tensor] = {}
+        self._casts: dict[tuple[int, Casting], torch.Tensor] = {}
         self.functions: list[str] = []
         self.in_backward: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
 
@@ -191,23 +195,35 @@ class ClosureLifting(TorchFunctionMode):
         """The tensor of the trace for one that the body of a loop or a branch closes over."""
         return self.lift(self.given(leaf))  # type: ignore[no-any-return]
 
-    def cast(self, leaf: torch.Tensor, casts: Sequence[tuple[str, AxisType]]) -> torch.Tensor | None:
-        """As of `RunningTrace`: None, but in a body of a loop or a branch."""
-        return None
+    def cast(self, leaf: torch.Tensor, casts: Casting) -> torch.Tensor | None:
+        """As of `RunningTrace`: None, but in a body of a loop or a branch, and where its function runs again."""
+        return self._casts.get((id(leaf), tuple(casts)))
 
     def given(self, leaf: Any) -> Any:
         """The tensor that functions take in place of one from around the trace (`substituting`); others unchanged."""
         return self._given.get(id(leaf), leaf) if isinstance(leaf, torch.Tensor) else leaf
 
     @contextlib.contextmanager
-    def substituting(self, tensors: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> Iterator[None]:
-        """A context in which functions take the given tensors for others, of a trace around this one."""
-        before = self._given
-        self._given = {**before, **{id(tensor): x for tensor, x in zip(tensors, given, strict=False)}}
+    def substituting(
+        self,
+        tensors: Sequence[torch.Tensor],
+        given: Sequence[torch.Tensor],
+        casts: Sequence[tuple[int, Casting, int]] = (),
+    ) -> Iterator[None]:
+        """A context in which functions take the given tensors for others, of a trace around this one.
+
+        Args:
+            tensors: the others.
+            given: those that functions take.
+            casts: the number of a given tensor, how it is cast, and the number of the one that is so.
+        """
+        before = self._given, self._casts
+        self._given = {**self._given, **{id(tensor): x for tensor, x in zip(tensors, given, strict=False)}}
+        self._casts = {**self._casts, **{(id(given[base]), tuple(how)): given[cast] for base, how, cast in casts}}
         try:
             yield
         finally:
-            self._given = before
+            self._given, self._casts = before
 
     def made(self, value: Value, device: torch.device) -> torch.Tensor:
         """The tensor of a value that the trace has computed."""

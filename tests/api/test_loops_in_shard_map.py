@@ -76,6 +76,14 @@ def batched(x: Tensor, w: Tensor, xs: Tensor) -> Tensor:
     return torch.vmap(lambda row: spmd.scan(step, row, xs)[0])(x)
 
 
+def transforms_in_a_body(x: Tensor, w: Tensor, xs: Tensor) -> Tensor:
+    def body(c: Tensor, r: Tensor) -> Any:
+        slope = torch.func.grad(lambda c: torch.sin(c @ w).sum())(c)
+        return torch.func.jvp(lambda c: torch.tanh(c @ w), (slope,), (r,))[1] + c, None
+
+    return spmd.scan(body, x, xs)[0]
+
+
 def one_for_all(x: Tensor, w: Tensor, xs: Tensor) -> Tensor:
     shared = lambda: torch.sin(x @ w) + psum((x @ w).sum(), "x")  # noqa: E731
     return spmd.cond(psum(x.sum(), "x") > 0, shared, lambda: x * w.sum())
@@ -113,7 +121,7 @@ def each_own_number(x: Tensor, w: Tensor, xs: Tensor) -> Tensor:
 
 DIFFERENTIABLE: tuple[Function, ...] = (
     rnn, blocks, becomes_varying, stays_invariant, reads_sum_and_shard, nested, of_outside, gradient_inside, batched,
-    one_for_all,
+    transforms_in_a_body, one_for_all,
 )  # fmt: skip
 FORWARD: tuple[Function, ...] = until_all, until_each, each_own_number
 
@@ -204,6 +212,23 @@ def test_a_region_in_a_body_returns_what_it_closes_over() -> None:
     moved = lambda f: lambda w: torch.func.jvp(f, (w,), (w.cos(),))  # noqa: E731
     wanted = moved(lambda w: torch.sin(torch.sin(x @ w) @ w))(w)
     torch.testing.assert_close(whole(spmd.jit(moved(run), P(), mesh=MESH)(w)), wanted)
+
+
+def test_gradients_of_what_a_region_in_a_body_closes_over() -> None:
+    x, w, _ = arguments(6)
+
+    def rows(x: Tensor, w: Tensor) -> Tensor:
+        shared = psum(w, "x")
+        region = lambda c: spmd.shard_map(lambda: torch.sin(c @ shared), GRID, (), P(), axis_names=["y"])()  # noqa: E731
+        return spmd.scan(lambda c, _: (region(c), None), x, length=2)[0]
+
+    mapped = spmd.shard_map(rows, GRID, (P("x"), P()), P("x"), axis_names=["x"])
+    step = lambda c, w: torch.sin(c @ (2 * w))  # noqa: E731
+    found, wanted = (
+        torch.func.grad(lambda x, w, f=f: f(x, w).square().sum(), (0, 1))
+        for f in (mapped, lambda x, w: step(step(x, w), w))
+    )
+    torch.testing.assert_close(whole(spmd.jit(found, (P("x"), P()), mesh=GRID)(x, w)), wanted(x, w))
 
 
 def test_ring_attention_by_scan() -> None:

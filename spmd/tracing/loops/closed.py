@@ -13,16 +13,17 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from spmd.collectives.environment import bound_axes
 from spmd.core.spec import TensorMeta
 from spmd.errors import TraceError
 from spmd.ir.graph import Graph, Value, map_leaves
 from spmd.ir.names import Namer
 from spmd.tracing.active_transforms import unwrapped
 from spmd.tracing.checkpointed import checkpoints, recompute
-from spmd.tracing.closures import ClosureLifting
+from spmd.tracing.closures import Casting, ClosureLifting
 from spmd.tracing.functionalization import Functionalization
 from spmd.tracing.loops.constructs import Body
-from spmd.tracing.loops.per_rank import Casting, declare, region_of_body, types_of, varying
+from spmd.tracing.loops.per_rank import declare, region_of_body, types_of, varying
 from spmd.tracing.manual.axis_types import Types
 from spmd.tracing.recorder import Recorder
 from spmd.tracing.running import function_modes, running_in, running_trace
@@ -90,9 +91,7 @@ def close(function: Callable[..., Sequence[torch.Tensor]], *like: torch.Tensor, 
         trace = running_trace()
         assert isinstance(trace, ClosureLifting)
         given = tensors[count:]
-        with _seeing_functions(trace), in_region() as remember, trace.substituting(named, given):
-            for base, change, number in casts:
-                remember(given[base], change, given[number])
+        with _seeing_functions(trace), in_region(), trace.substituting(named, given, casts):
             return [trace.take(tensor) for tensor in function(*tensors[:count])]
 
     functions = tuple(dict.fromkeys(lifting.functions))
@@ -119,7 +118,7 @@ class _Capture(ClosureLifting):
 
     def __init__(self, recorder: Recorder, outer: ClosureLifting, parted: Sequence[str]) -> None:
         super().__init__(recorder, outer.coordinate)
-        self._parted = parted
+        self._parted, self._axes = parted, bound_axes()
         self.unevenness, self.in_backward = outer.unevenness, outer.in_backward
         self._under_transform = False
         around = peek_interpreter_stack()
@@ -170,8 +169,9 @@ class _Capture(ClosureLifting):
         return self._inside[id(leaf)][1]
 
     def _types_around(self, leaf: torch.Tensor) -> Types:
+        """Its types along the axes that are manual for it or around the body, not in a region inside of the body."""
         with running_in(self._outer):
-            return varying(types_of(leaf), self._parted)
+            return varying(types_of(leaf, self._axes), self._parted)
 
     def _input(self, leaf: torch.Tensor, types: Types, is_cast: bool = False) -> torch.Tensor:
         """A new input of the body, for a tensor that its function names, or for a cast of it."""
@@ -189,7 +189,7 @@ class _Capture(ClosureLifting):
         """A tensor from around the body, cast there: its gradient is summed once, behind the loop."""
         number = self._numbers.get(id(leaf))
         if number is None:
-            return None
+            return super().cast(leaf, casts)
         self.casts.append((number, casts, len(self.inputs)))
         outside = self.captured[number]
         return self._input(outside, {**self._types_around(outside), **dict(casts)}, is_cast=True)

@@ -8,8 +8,7 @@ from outside are varying inside: their gradients are summed where all ranks are 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TypeAlias
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -26,9 +25,6 @@ from spmd.tracing.running import function_modes, running_trace
 from spmd.tracing.source import user_source, where
 
 _I, _V, _U, _R = AxisType.INVARIANT, AxisType.VARYING, AxisType.UNREDUCED, AxisType.REDUCED
-Casting: TypeAlias = Sequence[tuple[str, AxisType]]
-"""The axes along which a tensor is cast, and to what."""
-Remember: TypeAlias = Callable[[torch.Tensor, Casting, torch.Tensor], None]
 _HIGHER = {(_I, _V), (_R, _V), (_I, _R)}
 """The types from which and to which a value can be cast, whatever is computed from it."""
 
@@ -39,11 +35,11 @@ def known_types() -> AxisTypes | None:
     return observer if isinstance(observer, AxisTypes) else None
 
 
-def types_of(x: torch.Tensor) -> Types:
-    """The types of a tensor of the trace along the axes that are bound, and along others that are manual for it."""
+def types_of(x: torch.Tensor, axes: Iterable[str] | None = None) -> Types:
+    """The types of a tensor of the trace along axes, by default those bound, and others that are manual for it."""
     types, trace = known_types(), running_trace()
     held = types.of(trace.value(trace.take(x))) if types is not None else {}
-    return {**dict.fromkeys(bound_axes(), _I), **held}
+    return {**dict.fromkeys(bound_axes() if axes is None else axes, _I), **held}
 
 
 def declare(values: Sequence[Value], each: Sequence[Types]) -> None:
@@ -62,23 +58,20 @@ def declare_constants(made: Mapping[Value, Value]) -> None:
             types.declare(new, held)
 
 
-def region_of_body() -> Callable[[], contextlib.AbstractContextManager[Remember]]:
-    """Makes the contexts in which the function of a body runs in another trace: with the axes and casts of here.
-
-    What a context gives says of a tensor what its casts are.
-    """
+def region_of_body() -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """Makes the contexts in which the function of a body runs in another trace: with the axes and casts of here."""
     here, environment = _casts(), captured_environment()
     if not here:
-        return lambda: contextlib.nullcontext(lambda *_: None)
+        return contextlib.nullcontext
 
     @contextlib.contextmanager
-    def context() -> Iterator[Remember]:
+    def context() -> Iterator[None]:
         with environment(), contextlib.ExitStack() as stack:
             active = _casts()
             for mode in here:
                 if mode not in active:
                     stack.enter_context(mode)
-            yield here[-1].remember
+            yield
 
     return context
 

@@ -144,18 +144,11 @@ class Casts(TorchFunctionMode):
 
         A second cast would be a second sum of gradients. Results are kept for one level of transforms, which wrap them.
         """
-        key = self._key(leaf, change)
+        value: Value = running_trace().value(running_trace().lift(leaf))
+        key = id(leaf), value, change, len(get_interpreter_stack() or ())
         if key not in self._known:
             self._known[key] = (leaf, make())
         return self._known[key][1]
-
-    def remember(self, leaf: torch.Tensor, casts: Sequence[tuple[str, AxisType]], cast: torch.Tensor) -> None:
-        """Take a tensor that is given wherever another one would be cast."""
-        self._known[self._key(leaf, tuple(casts))] = (leaf, cast)
-
-    def _key(self, leaf: torch.Tensor, change: Any) -> Any:
-        value: Value = running_trace().value(running_trace().lift(leaf))
-        return id(leaf), value, change, len(get_interpreter_stack() or ())
 
     def _check_target(self, target: torch.Tensor, operands: Any, name: str) -> None:
         """TraceError for a write in place to a tensor that is not of the type of what is written."""
