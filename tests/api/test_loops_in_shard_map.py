@@ -231,6 +231,14 @@ def test_gradients_of_what_a_region_in_a_body_closes_over() -> None:
     torch.testing.assert_close(whole(spmd.jit(found, (P("x"), P()), mesh=GRID)(x, w)), wanted(x, w))
 
 
+def test_branches_of_a_tensor_from_outside_under_a_transform_from_outside() -> None:
+    scaled = lambda x: x * spmd.cond(x.sum() > 0, lambda c: c, lambda c: c * 1, OUTSIDE)  # noqa: E731
+    mapped = spmd.shard_map(scaled, MESH, (P(None, "x"),), P(None, "x"))
+    x = torch.ones(4, 12, dtype=torch.float64)
+    found = torch.func.grad(lambda x: mapped(x).sum())(spmd.distribute(x, P(None, "x"), MESH))
+    torch.testing.assert_close(whole(found), OUTSIDE.repeat(1, 3))
+
+
 def test_ring_attention_by_scan() -> None:
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         ranks = spmd.collectives.axis_size("x")

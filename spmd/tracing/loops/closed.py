@@ -11,7 +11,7 @@ import torch
 from torch._C._functorch import is_functorch_wrapped_tensor, maybe_get_level, peek_interpreter_stack
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._subclasses.functional_tensor import FunctionalTensor
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 from spmd.collectives.environment import bound_axes
 from spmd.core.spec import TensorMeta
@@ -131,6 +131,7 @@ class _Capture(ClosureLifting):
         self.casts: list[tuple[int, Casting, int]] = []
         self._numbers: dict[int, int] = {}  # by the ids of tensors of the body, which `_tracked` keeps
         self._outer = outer
+        self._modes_around = _get_current_dispatch_mode_stack()
 
     def given(self, leaf: Any) -> Any:
         found = super().given(leaf)
@@ -170,7 +171,9 @@ class _Capture(ClosureLifting):
 
     def _types_around(self, leaf: torch.Tensor) -> Types:
         """Its types along the axes that are manual for it or around the body, not in a region inside of the body."""
-        with running_in(self._outer):
+        with running_in(self._outer), _disable_current_modes(), contextlib.ExitStack() as stack:
+            for mode in self._modes_around:  # which makes it a tensor of the trace around, not of the body
+                stack.enter_context(mode)
             return varying(types_of(leaf, self._axes), self._parted)
 
     def _input(self, leaf: torch.Tensor, types: Types, is_cast: bool = False) -> torch.Tensor:
