@@ -55,6 +55,7 @@ class ClosureLifting(TorchFunctionMode):
     Attributes:
         unevenness: how the shapes of shards in manual regions differ between ranks; None if they do not.
         in_backward: makes the context in which Python code of backward passes runs.
+        marks_no_grad: whether the graph tells what is computed under `torch.no_grad`: it is differentiated again.
         functions: the names of the autograd.Functions of the user's that were called.
     """
 
@@ -71,6 +72,7 @@ class ClosureLifting(TorchFunctionMode):
         self._constructs = False
         self._given: dict[int, torch.Tensor] = {}
         self._casts: dict[tuple[int, Casting], torch.Tensor] = {}
+        self.marks_no_grad = False
         self.functions: list[str] = []
         self.in_backward: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
 
@@ -103,6 +105,12 @@ class ClosureLifting(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if self.marks_no_grad and self.recorder.in_no_grad is torch.is_grad_enabled():
+            self.recorder.in_no_grad = not self.recorder.in_no_grad
+            try:
+                return self.__torch_function__(func, types, args, kwargs)
+            finally:
+                self.recorder.in_no_grad = not self.recorder.in_no_grad
         if self._given:
             args, kwargs = map_leaves(self.given, args), map_leaves(self.given, kwargs or {})
         if isinstance(func, torch._ops.HigherOrderOperator):

@@ -76,6 +76,7 @@ class Recorder(FakeTensorMode):
     Attributes:
         observer: what follows the operations, if anything does.
         regions: the checkpointed regions.
+        in_no_grad: whether a `detach_copy` follows each operation, in a graph that is differentiated again.
     """
 
     def __init__(
@@ -94,6 +95,7 @@ class Recorder(FakeTensorMode):
         self._labels = labels
         self._drawn = drawn
         self.observer: Observer | None = None
+        self.in_no_grad = False
         # Keyed by id: each entry keeps its tensor alive, so that Python does not reuse the id.
         self._values: dict[int, tuple[torch.Tensor, Value]] = {}
         self._leaked = WeakIdKeyDictionary()  # after the trace: of tensors that are kept, for errors
@@ -354,6 +356,10 @@ class Recorder(FakeTensorMode):
             self.regions.note(self.operations[-1])
             if self.observer is not None:
                 self.observer.add(self.operations[-1])
+        if self.in_no_grad and func is not aten.detach_copy.default:
+            for leaf, value in zip(iterate_leaves(outputs), results, strict=True):
+                if value is not None:
+                    self._record(aten.detach_copy.default, (value,), {}, leaf, source)
 
     def _note_range(self, func: OpOverload, args: tuple[Any, ...]) -> None:
         """Note that a `record_function` block begins or ends."""

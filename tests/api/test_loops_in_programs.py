@@ -120,6 +120,57 @@ def test_random_numbers() -> None:
         close(x, y)
 
 
+@pytest.mark.parametrize("transform", ["jvp", "grad_of_grad"])
+def test_random_numbers_of_a_body_that_runs_again(transform: str) -> None:
+    """A tangent, or a second derivative, of what was computed with other numbers would be wrong."""
+    walk = lambda h: spmd.scan(lambda c, _: (torch.sin(c) * torch.rand(4, dtype=c.dtype), None), h, length=2)[0]  # noqa: E731
+    again = TWICE[transform](walk)
+    h = torch.ones(4, dtype=torch.float64)
+    with pytest.raises(TraceError, match=r"draws random numbers, rand at .* runs it again.*rng=\"counter\""):
+        spmd.jit(again, P("data"), mesh=MESH)(h)
+    ratio = spmd.jit(lambda h: torch.stack(torch.func.jvp(walk, (h * 0 + 1e-8,), (h,))), mesh=MESH, rng="counter")(h)
+    value, tangent = ratio.full_tensor()
+    torch.testing.assert_close(value / 1e-8, tangent)
+
+
+TWICE: dict[str, Callable[..., Any]] = {
+    "jvp": lambda f: lambda x: torch.func.jvp(f, (x,), (x.cos(),))[1],
+    "grad_of_grad": lambda f: _gradient(lambda x: _gradient(f)(x).square().sum()),
+    "jvp_of_grad": lambda f: lambda x: torch.func.jvp(_gradient(f), (x,), (x.cos(),))[1],
+    "grad_of_jvp": lambda f: _gradient(lambda x: torch.func.jvp(f, (x,), (x.cos(),))[1]),
+    "hessian": lambda f: torch.func.hessian(lambda x: f(x).square().sum()),
+}
+
+
+def _gradient(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    found: Callable[[Tensor], Tensor] = torch.func.grad(lambda x: function(x).square().sum())
+    return found
+
+
+def without_gradients(c: Tensor) -> Tensor:
+    with torch.no_grad():
+        scale = torch.sin(c)
+    return c * scale + c.cos().detach()
+
+
+def written(c: Tensor) -> Tensor:
+    y = c * 2
+    y[-3:] = c[:-1].sin()
+    y[:1].zero_()
+    return y * c.clone().copy_(y)
+
+
+@pytest.mark.parametrize("transform", TWICE)
+@pytest.mark.parametrize("body", [without_gradients, written])
+def test_second_derivatives_of_what_is_detached_or_written(body: Callable[[Tensor], Tensor], transform: str) -> None:
+    loop = lambda x: spmd.scan(lambda c, _: (body(c), None), x, length=2)[0]  # noqa: E731
+    side = lambda x: spmd.cond(x.sum() > 0, body, torch.cos, x)  # noqa: E731
+    x = torch.arange(1.0, 5.0, dtype=torch.float64)
+    for function in (loop, side):
+        transformed = TWICE[transform](function)
+        close(spmd.jit(transformed, P("data"), mesh=MESH)(x), transformed(x))
+
+
 def test_effects_run_in_order(capfd: pytest.CaptureFixture[str]) -> None:
     def body(c: Tensor, _: None) -> Any:
         spmd.debug.print("{}", c)

@@ -10,6 +10,8 @@ import torch
 from torch._C._functorch import TransformType, peek_interpreter_stack
 
 from spmd.core.value_types import is_continuous
+from spmd.errors import TraceError
+from spmd.ir.effects import Effect
 from spmd.tracing.active_transforms import active_transforms
 from spmd.tracing.autograd_functions import needs_grad
 from spmd.tracing.checkpointed import is_checkpointed
@@ -31,6 +33,7 @@ from spmd.tracing.loops.per_rank import (
 )
 from spmd.tracing.manual.axis_types import Types
 from spmd.tracing.running import running_trace
+from spmd.tracing.source import where
 
 Tensors = list[torch.Tensor]
 Gradients = list["torch.Tensor | None"]
@@ -235,6 +238,7 @@ class _Call(torch.autograd.Function):
             moves = [active_transforms([x])[:1] == [TransformType.Jvp] for x in operands]
         ctx.dual = Dual.of(ctx.construct, moves, apply) if continuous and any(moves) else None
         if ctx.dual is not None:
+            _check_draws(ctx.construct, "forward mode")
             continuous &= ctx.dual.dependent
         ctx.mark_non_differentiable(*(x for number, x in enumerate(output) if number not in continuous))
 
@@ -250,6 +254,7 @@ class _Call(torch.autograd.Function):
             # Of a derivative, of what one reads, or of what is checkpointed: what it reads, it computes again.
             how = ctx.how.again if has_kept else ctx.how
             again = how if how is not None else _differentiated(ctx.construct, operands, ctx.of)
+            _check_draws(again.forward, "its second derivative")
             given = (*operands, *again.constants)
             made = _call(again.forward, given, how=again)
             added = _gradients(again, given, made, [*[None] * count, *cotangents[count:]])
@@ -290,6 +295,18 @@ def _gradients(
     gradients = _call(how.backward, [take[kind](number) for kind, number in how.takes], of=how)
     by_operand = dict(zip(how.inputs, gradients, strict=True))
     return [by_operand.get(number) for number in range(len(operands))]
+
+
+def _check_draws(construct: Construct, transform: str) -> None:
+    """TraceError if a construct draws from torch's generator, and runs again for a transform: it would draw others."""
+    bodies = construct.sides if isinstance(construct, Branch) else (construct.body,)
+    draws = next((o for body in bodies for o in body.graph.operations if o.effect is Effect.RANDOM), None)
+    if draws is not None:
+        raise TraceError(
+            f"The body of a loop or a branch draws random numbers, {draws.name} at {where(draws.source)}, and "
+            f"{transform} runs it again, with other numbers. Draw them outside, and pass them as xs or operands; or "
+            'draw by keys: spmd.jit(..., rng="counter"), or spmd.random.'
+        )
 
 
 def _sum(x: torch.Tensor | None, y: torch.Tensor | None) -> torch.Tensor | None:

@@ -120,6 +120,7 @@ class _Capture(ClosureLifting):
         super().__init__(recorder, outer.coordinate)
         self._parted, self._axes = parted, bound_axes()
         self.unevenness, self.in_backward = outer.unevenness, outer.in_backward
+        self.marks_no_grad = outer.marks_no_grad
         self._under_transform = False
         around = peek_interpreter_stack()
         self._level = around.level() if around is not None else 0

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import attrs
@@ -65,10 +66,58 @@ def replay(graph: Graph, tensors: Sequence[torch.Tensor], apply: Apply) -> list[
             known.update(zip(step.results, made, strict=True))
             continue
         with at_line(step.source), _saying_what_has_no_derivative():
-            found = differentiable(step.op)(*map_leaves(take, step.args), **map_leaves(take, dict(step.kwargs)))
+            call = _FORMS.get(step.op) or differentiable(step.op)
+            found = call(*map_leaves(take, step.args), **map_leaves(take, dict(step.kwargs)))
         pairs = zip(step.results, iterate_leaves(found), strict=True)
         known.update((value, tensor) for value, tensor in pairs if value is not None)
     return [known[value] for value in graph.outputs]
+
+
+class _NoGrad(torch.autograd.Function):
+    """The operator that marks what was computed under `torch.no_grad`: it has a tangent, and no gradient."""
+
+    @staticmethod
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return torch.ops.aten.detach_copy(x)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[torch.Tensor], output: torch.Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> None:  # type: ignore[override]
+        return None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return _NoGrad.apply(tangent)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int], x: torch.Tensor) -> tuple[torch.Tensor, int]:
+        return _NoGrad.apply(x), in_dims[0]
+
+
+def _copied(x: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    """`aten.copy`, which has no derivative in torch; the result has the strides of `x`."""
+    return torch.where(torch.zeros_like(x, dtype=torch.bool), x.detach(), source.to(x.dtype))
+
+
+def _slice_scattered(
+    x: torch.Tensor, source: torch.Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> torch.Tensor:
+    """`aten.slice_scatter`, of which torch's rule for vmap takes places as they are: negative, or beyond the end."""
+    start, end, _ = slice(start, end).indices(x.shape[dim])
+    return torch.slice_scatter(x, source, dim, start, end, step)
+
+
+_FORMS: Mapping[Any, Callable[..., Any]] = MappingProxyType(
+    {
+        torch.ops.aten.detach_copy.default: _NoGrad.apply,
+        torch.ops.aten.copy.default: _copied,
+        torch.ops.aten.slice_scatter.default: _slice_scattered,
+    }
+)
+"""Operators, and functions with derivatives that compute what they do."""
 
 
 def transformed(results: Sequence[torch.Tensor]) -> list[int]:
@@ -102,6 +151,7 @@ def retrace(function: Callable[..., Sequence[torch.Tensor]], like: Sequence[Valu
         trace = running_trace()
         assert isinstance(trace, ClosureLifting)
         trace.in_backward, trace.recorder.observer = outer.in_backward, types
+        trace.marks_no_grad = True
         declare([trace.value(x) for x in tensors], [types.of(value) if types is not None else {} for value in like])
         try:
             return [trace.finish(unwrapped(x)) for x in function(*tensors)]
@@ -109,7 +159,7 @@ def retrace(function: Callable[..., Sequence[torch.Tensor]], like: Sequence[Valu
             trace.recorder.observer = None  # results are per rank, as those of a body are
 
     with without_outer_traces():
-        graph = trace_flat(typed if types is not None else function, [value.meta for value in like])
+        graph = trace_flat(typed, [value.meta for value in like])
     for made, value in zip(graph.outputs, results, strict=True):
         if types is not None and types.is_constant(made):
             types.declare(made, types.of(value))
