@@ -127,3 +127,20 @@ def test_a_stack_that_is_read_as_a_whole_stays_whole() -> None:
     mesh = spmd.make_mesh({"data": 4}, runtime="abstract")
     plan = spmd.jit(function, SPECS, P("data"), mesh=mesh, machine=MACHINE).plan(*arguments(*MANY))
     assert trip_by_trip(plan) is None
+
+
+@pytest.mark.parametrize("first", [P(None, "model"), P(None, None, ("pipe", "model"))])
+def test_items_that_are_redistributed_as_they_come_and_as_they_are_stacked(first: P) -> None:
+    def function(x: Tensor) -> Tensor:
+        def body(item: Tensor) -> Tensor:
+            torch.randn(4)  # between the item and what reads it
+            return item
+
+        return spmd.constrain(spmd.map(body, spmd.constrain(x, P(None, None, "model"))), P(None, None, "pipe")) * 2
+
+    mesh = spmd.make_mesh({"model": 2, "pipe": 2}, runtime="virtual")
+    jitted, x = spmd.jit(function, first, mesh=mesh), torch.randn(3, 4, 4, dtype=torch.float64)
+    moved = trip_by_trip(jitted.plan(x))
+    assert moved is not None
+    moved.verify()
+    torch.testing.assert_close(jitted(x).full_tensor(), x * 2)

@@ -79,7 +79,9 @@ class _Mover:
         (loop, *_), maker = self.regions.path(stack), self.graph.producers.get(y)
         members = self.regions.members(loop)
         place = stack
-        if maker is not None and maker in members and maker.op not in LEAVES:
+        if maker in self.replaced:  # an item, which is redistributed where it is first read
+            self.joins |= {y}
+        elif maker is not None and maker in members and maker.op not in LEAVES:
             place = members[members.index(maker) + 1]
             self.joins |= {y} if maker.op is REDISTRIBUTE else set()
         self.inserted[place].append(attrs.evolve(operation, args=(y,), results=(item,), source=stack.source))
@@ -121,7 +123,10 @@ class _Mover:
         options = options_of(operation, self.logical, self.plan.request.rules)
         by_placements = {(*option.operands, *option.results): option for option in options}
         wanted = {axis: tuple(self.specs[value].placement(axis) for value in values) for axis in self.plan.order}
-        if not by_placements.keys() >= set(wanted.values()):
+        order = self.plan.order
+        known = [[axis for axis in axes if axis in order] for value in values for axes in self.specs[value].dims]
+        in_order = all(axes == sorted(axes, key=order.index) for axes in known)  # placements tell no other
+        if not in_order or not by_placements.keys() >= set(wanted.values()):
             raise _NoStrategyError
         self.strategies[operation] = {axis: by_placements[states] for axis, states in wanted.items()}
         return operation
