@@ -239,6 +239,24 @@ def test_branches_of_a_tensor_from_outside_under_a_transform_from_outside() -> N
     torch.testing.assert_close(whole(found), OUTSIDE.repeat(1, 3))
 
 
+def test_second_gradients_of_what_no_gradient_reaches_on_uneven_shards() -> None:
+    """Sums of zeros in a loop belong to the region, and some ranks only have them."""
+
+    def rows(x: Tensor) -> Tensor:
+        shared = spmd.collectives.all_gather(x.sum(0), "y")
+        step = lambda c, _: (spmd.cond(shared.sum() > 0, lambda: c, lambda: c * 1), None)  # noqa: E731
+        return spmd.scan(step, shared, length=3)[0]
+
+    mapped = spmd.shard_map(rows, GRID, P(("y", "x")), P(("x", "y")), check=False)
+    gradient = lambda f: torch.func.grad(lambda x: f(x).sin().sum())  # noqa: E731
+    twice = lambda f: torch.func.grad(lambda x: gradient(f)(x).square().sum())  # noqa: E731
+    x = torch.arange(7.0, dtype=torch.float64)
+    sums = lambda x: torch.stack([x[:2].sum(), x[4:6].sum(), x[:2].sum(), x[4:6].sum()])  # noqa: E731
+    others = lambda x: torch.stack([x[2:4].sum(), x[6:].sum(), x[2:4].sum(), x[6:].sum()])  # noqa: E731
+    wanted = twice(lambda x: torch.cat([sums(x), others(x)]))(x)
+    torch.testing.assert_close(whole(spmd.jit(twice(mapped), P(("y", "x")), mesh=GRID)(x)), wanted)
+
+
 def test_ring_attention_by_scan() -> None:
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         ranks = spmd.collectives.axis_size("x")

@@ -20,6 +20,7 @@ from spmd.core.spec import TensorMeta
 from spmd.core.value_types import is_continuous
 from spmd.errors import TraceError
 from spmd.ir.graph import Graph, Operation, Value
+from spmd.ir.regions import NEXT
 from spmd.tracing.loops.closed import without_constants
 from spmd.tracing.loops.constructs import Body, Branch, Construct, Loop
 from spmd.tracing.loops.per_rank import again
@@ -134,6 +135,19 @@ class _Derivative:
         return self.joint.reads
 
     @cached_property
+    def moved(self) -> frozenset[int]:
+        """The numbers of the inputs whose cotangents depend on those of outputs; the cotangents of others are zero."""
+        reached, before = set(self.cotangents.values()), 0
+        while len(reached) > before:
+            before = len(reached)
+            for operation in self.joint.graph.operations:
+                if not reached.isdisjoint(operation.operands):
+                    reached.update(operation.tensors)
+                if operation.op is NEXT and operation.operands[0] in reached:
+                    reached.add(operation.operands[1])  # in the next trip
+        return frozenset(number for number, gradient in self.gradients.items() if gradient in reached)
+
+    @cached_property
     def backward(self) -> tuple[Graph, tuple[Value, ...]]:
         """The derivative, and what it reads of the body: its first inputs."""
         return self.joint.backward(self.reads)
@@ -209,8 +223,8 @@ def _loop(loop: Loop, apply: Apply, needed: Sequence[bool]) -> Differentiated:
     stacked = [value for value in reads if value not in fixed]
     carries = [number for number in found.gradients if number < loop.carries]
     later = [number for number in sorted(found.dependent) if number >= loop.carries]
-    items = [number for number in found.gradients if loop.carries <= number < sliced]
-    summed = [number for number in found.gradients if number >= sliced]
+    items = [number for number in found.gradients if loop.carries <= number < sliced and number in found.moved]
+    summed = [number for number in found.gradients if number >= sliced and number in found.moved]
     sums = [again(primals[number], cotangent=True) for number in summed]
     totals = list(map(again, sums))
     pairs = zip(sums, (found.gradients[number] for number in summed), totals, strict=True)
@@ -252,6 +266,7 @@ def _branch(branch: Branch, apply: Apply, needed: Sequence[bool]) -> Differentia
     inside = [number for number in _numbers(needed[1:]) if number in read]
     first, second = (_derivative(side, inside, apply) for side in branch.sides)
     dependent = tuple(sorted(first.dependent | second.dependent))
+    inside = [number for number in inside if number in first.moved | second.moved]
     count, results = len(branch.sides[0].inputs), first.joint.results
     one = _Side.of(first, count, 0, results)
     other = _Side.of(second, count, len(first.constants), results + len(one.saved))
@@ -264,7 +279,9 @@ def _branch(branch: Branch, apply: Apply, needed: Sequence[bool]) -> Differentia
         attrs.evolve(branch, sides=sides),
         results,
         constants,
-        attrs.evolve(branch, sides=(one.backward(places, dependent), other.backward(places, dependent))),
+        attrs.evolve(
+            branch, sides=(one.backward(places, dependent, inside), other.backward(places, dependent, inside))
+        ),
         ((From.OPERAND, 0), *places, *((From.COTANGENT, number) for number in dependent)),
         tuple(1 + number for number in inside),
         dependent,
@@ -316,13 +333,19 @@ class _Side:
         graph = attrs.evolve(program, inputs=tuple(inputs), operations=operations, outputs=outputs).verify()
         return Body(graph, functions=self.found.functions)
 
-    def backward(self, places: Mapping[tuple[From, int], Value], dependent: Sequence[int]) -> Body:
-        """Its derivative, of what the derivatives of both sides read, and of the cotangents of some results."""
+    def backward(
+        self, places: Mapping[tuple[From, int], Value], dependent: Sequence[int], inside: Sequence[int]
+    ) -> Body:
+        """Its derivative, of what the derivatives of both sides read, and of the cotangents of some results.
+
+        It returns the cotangents of the inputs with the numbers `inside`.
+        """
         program, reads = self.found.backward
         held = {self.places[value]: value for value in reads}
         taken = (held.get(place) or again(value) for place, value in places.items())
         cotangents = (self.found.cotangents[number] for number in dependent)
-        graph = attrs.evolve(program, inputs=(*taken, *cotangents)).verify()
+        gradients = tuple(self.found.gradients[number] for number in inside)
+        graph = attrs.evolve(program, inputs=(*taken, *cotangents), outputs=gradients).verify()
         return Body(graph, functions=self.found.functions)
 
 
