@@ -42,7 +42,7 @@ class OverlappingViews:
     def note(self, func: OpOverload, args: tuple[Any, ...], result: Any) -> None:
         """Record the results of a call if they are such views."""
         known = self._sources.get(id(args[0])) if args else None
-        starts = func in _STRIDED or (func is aten.expand.default and _repeats_memory(result))
+        starts = func in _STRIDED or (func is aten.expand.default and repeats_memory(result))
         if not starts and not (known and func.is_view):
             return
         root = known[1] if known else args[0]
@@ -59,7 +59,7 @@ class OverlappingViews:
             TraceError: the operator writes different values to elements that share memory, or to several tensors.
         """
         targets = list(_written(func, args, kwargs))
-        known = [target for _, target in targets if id(target) in self._sources or _repeats_memory(target)]
+        known = [target for _, target in targets if id(target) in self._sources or repeats_memory(target)]
         if not known:
             return None
         if len(targets) > 1:
@@ -67,7 +67,7 @@ class OverlappingViews:
         ((name, target),) = targets
         repeated = [dim for dim in range(target.ndim) if target.stride(dim) == 0 and target.shape[dim] > 1]
         once = _first(target, repeated)
-        if _repeats_memory(once) or (repeated and func not in _FILLS):
+        if repeats_memory(once) or (repeated and func not in _FILLS):
             raise _refusal(func, target)
         written = target.clone(memory_format=torch.contiguous_format)
         _call(func, args, kwargs, name, written)
@@ -101,7 +101,7 @@ def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, 
     func(*positional, **{key: swap(argument) if key == name else argument for key, argument in kwargs.items()})
 
 
-def _repeats_memory(x: torch.Tensor) -> bool:
+def repeats_memory(x: torch.Tensor) -> bool:
     """Whether elements share memory: a stride of 0 repeats them; none do if each stride exceeds the dims inside it."""
     if x.numel() < 2:
         return False

@@ -240,6 +240,8 @@ RETURNS_OPERANDS: dict[str, Callable[[Tensor], Any]] = {
     "while": lambda x: spmd.while_loop(lambda c: c.sum() > 1e9, lambda c: c, x),
     "cond": lambda x: spmd.cond(x.sum() > 1e9, lambda x: -x, lambda x: x, x),
     "cond of a bool": lambda x: spmd.cond(False, lambda x: -x, lambda x: x, x),
+    "cond expanded": lambda x: spmd.cond(x.sum() > 1e9, lambda x: -x, lambda x: x.sum(0).expand(2, 2), x),
+    "bool expanded": lambda x: spmd.cond(False, lambda x: -x, lambda x: x.sum(0).expand(2, 2), x),
     "switch": lambda x: spmd.switch(0, [lambda x: x, lambda x: -x], x),
     "associative": lambda x: spmd.associative_scan(torch.add, x[:1]),
 }
@@ -247,7 +249,7 @@ RETURNS_OPERANDS: dict[str, Callable[[Tensor], Any]] = {
 
 @pytest.mark.parametrize("call", RETURNS_OPERANDS)
 def test_results_are_new_values(call: str) -> None:
-    """Writing to what was an operand, or is another result, too."""
+    """Writing to what was an operand, or is another result, too; or to one of which rows are the same memory."""
 
     def written(x: Tensor) -> Any:
         results = RETURNS_OPERANDS[call](x)

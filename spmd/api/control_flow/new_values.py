@@ -13,6 +13,7 @@ from spmd.api.control_flow.predicates import is_batched
 from spmd.api.eager.families import view_of
 from spmd.api.values.dtensor import DTensor
 from spmd.tracing.active_transforms import unwrapped
+from spmd.tracing.overlapping import repeats_memory
 
 _PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
@@ -20,6 +21,7 @@ _PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
 def new_values(results: Sequence[Tensor], operands: Iterable[object]) -> list[Tensor]:
     """The results, of which those are copies that are in the memory of an operand, or of another result.
 
+    One of which several elements share memory, as `expand` makes them, is a copy, too: a write would change all.
     Under vmap, what has no batch stays what it is: a branch has no batch where both sides return the same tensor.
     """
     around = peek_interpreter_stack()
@@ -28,10 +30,15 @@ def new_values(results: Sequence[Tensor], operands: Iterable[object]) -> list[Te
     found = []
     for result in results:
         memory = _memory(result)
-        stays = used.isdisjoint(memory) or (is_mapped and not is_batched(result))
+        stays = (used.isdisjoint(memory) and not _repeats(result)) or (is_mapped and not is_batched(result))
         found.append(result if stays else result.clone())
         used |= memory
     return found
+
+
+def _repeats(tensor: Tensor) -> bool:
+    held = unwrapped(tensor)
+    return held.layout is torch.strided and not isinstance(held, DTensor) and repeats_memory(held)
 
 
 def _memory(tensor: Tensor) -> set[int]:
