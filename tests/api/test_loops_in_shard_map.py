@@ -199,6 +199,22 @@ def test_gradients_of_ranks_that_part() -> None:
     torch.testing.assert_close(whole(found), whole(wanted))
 
 
+def test_gradients_of_ranks_that_part_along_one_of_two_axes() -> None:
+    """Along the other one a cast in a side would be a sum of gradients there, which not all ranks run."""
+
+    def rows(x: Tensor, w: Tensor) -> Tensor:
+        return spmd.cond(x.sum() > 0, lambda: torch.tanh(x).sum() * w, lambda: w * 1)
+
+    def wanted(x: Tensor, w: Tensor) -> Tensor:
+        return torch.cat([torch.tanh(c).sum() * w if c.sum() > 0 else w for c in x.chunk(2)])
+
+    x, w, _ = arguments(4)
+    specs = P("x"), P(None, "y")
+    mapped = spmd.shard_map(rows, GRID, specs, P("x", "y"))
+    found, expected = (torch.func.grad(lambda x, w, f=f: f(x, w).sin().sum(), (0, 1)) for f in (mapped, wanted))
+    torch.testing.assert_close(whole(spmd.jit(found, specs, mesh=GRID)(x, w)), expected(x, w))
+
+
 def test_a_region_in_a_body_returns_what_it_closes_over() -> None:
     x, w, _ = arguments(6)
 

@@ -23,6 +23,7 @@ from spmd.tracing.loops.derivatives import Differentiated, From, differentiated
 from spmd.tracing.loops.forward_mode import Dual
 from spmd.tracing.loops.per_rank import (
     as_expected,
+    axes_of_casts,
     check_parted,
     joined,
     parted_axes,
@@ -114,12 +115,16 @@ def traced_cond(
     functions = on_true, on_false
     parted = () if isinstance(predicate, bool) else parted_axes("cond", types_of(predicate))
     sides = [close(function, parted=parted) for function in functions]  # both, so that both are checked
+    inside = parted
+    while parted and (cast := axes_of_casts([side.body.graph for side in sides]).difference(inside)):
+        inside = (*inside, *sorted(cast))
+        sides = [close(function, parted=inside) for function in functions]
     if isinstance(predicate, bool):
         return on_true() if predicate else on_false()
     given = [result_types(side.body.outputs) for side in sides]
     wanted = [varying(joined(x, y), parted) for x, y in zip(*given, strict=True)]
     if any(types != wanted for types in given):
-        sides = [close(_raising(function, wanted), parted=parted) for function in functions]
+        sides = [close(_raising(function, wanted), parted=inside) for function in functions]
     for side in sides:
         check_parted("cond", parted, side.body.graph.operations)
     programs = with_equal_inputs(0, sides[0].body, sides[1].body)

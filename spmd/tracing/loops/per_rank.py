@@ -18,7 +18,7 @@ from spmd.core.spec import P, TensorMeta
 from spmd.core.spec_text import encode_spec
 from spmd.errors import TraceError
 from spmd.ir.effects import Effect
-from spmd.ir.graph import Operation, Value
+from spmd.ir.graph import Graph, Operation, Value
 from spmd.tracing.manual.axis_types import AxisTypes, Types, remedy
 from spmd.tracing.manual.casts import Casts
 from spmd.tracing.running import function_modes, running_trace
@@ -176,6 +176,17 @@ def parted_axes(call: str, predicate: Types) -> tuple[str, ...]:
                 f"summand of it. {remedy(_U, _I, axis)}"
             )
     return tuple(axis for axis, held in predicate.items() if held is _V)
+
+
+def axes_of_casts(graphs: Sequence[Graph]) -> set[str]:
+    """The axes along which programs cast what is invariant: derivatives sum over ranks there, which may have parted."""
+    return {
+        axis
+        for graph in graphs
+        for operation in graph.operations
+        if operation.op is torch.ops.spmd.pcast.default and operation.args[1:3] == (_I.value, _V.value)
+        for axis in operation.args[3]
+    }
 
 
 def check_parted(call: str, parted: Sequence[str], operations: Sequence[Operation]) -> None:
