@@ -20,7 +20,7 @@ from spmd.core.mesh import Mesh, current_mesh, use_mesh
 from spmd.core.own_storage import own_storage
 from spmd.core.pytree import SpecLike
 from spmd.core.spec import DTensorSpec, TensorMeta
-from spmd.errors import ShardingError
+from spmd.errors import ShardingError, TraceError
 from spmd.ir.graph import Graph, Value
 from spmd.ir.operator_kinds import COPIES
 from spmd.ir.parts import Part, parts
@@ -30,6 +30,8 @@ from spmd.job.tracebacks import hides_internals
 from spmd.random.generators.draw import DERIVE_KEY
 from spmd.random.generators.implementations import GENERATORS
 from spmd.tracing.draw_scopes import IMPL, Rng, drawing_by
+from spmd.tracing.running import is_tracing
+from spmd.tracing.source import where
 from spmd.tracing.trace import trace
 from spmd.tracing.traced import Traced
 
@@ -73,7 +75,7 @@ def materialize(
     Raises:
         ShardingError: no module, a spec that does not fit, a module that was distributed before, or a tensor that no
             initializer writes to, altogether or in part.
-        TraceError: an initializer that reads values, or that a program cannot represent.
+        TraceError: an initializer that reads values, or that a program cannot represent; a call in a traced function.
         DivergenceError: ranks with other modules, or generators in other states.
         MeshError: no mesh, or an abstract one.
 
@@ -90,6 +92,10 @@ def materialize(
     with failing_together(call, mesh):
         if not isinstance(module, nn.Module):
             raise ShardingError(f"materialize takes an nn.Module on the meta device (got {type(module).__name__}).")
+        if is_tracing():
+            raise TraceError(f"materialize at {where()} stands in a function that is traced. Call it before.")
+        if init is not None and not callable(init):
+            raise ShardingError(f"init must be a function of the module (got {type(init).__name__} {init!r:.80}).")
         if rng not in ("counter", "torch"):
             raise ShardingError(f"rng must be 'counter' or 'torch' (got {rng!r:.60}).")
         mesh.require_processes()
@@ -145,6 +151,11 @@ class _Initialized:
         names: dict[int, list[str]] = {}
         kinds: list[bool | None] = []
         before = {name: held[key] for name, (held, key) in named_slots(module).items()}
+        if placed := [name for name, tensor in before.items() if isinstance(tensor, DTensor)]:
+            raise ShardingError(
+                f"{placed[0]} of {type(module).__name__} is a DTensor already. materialize takes a module of plain "
+                "tensors, and places those with values, too."
+            )
 
         def new(tensor: torch.Tensor) -> torch.Tensor:
             return torch.empty(tensor.shape, dtype=tensor.dtype) if tensor.is_meta else tensor.detach().clone()

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import init
 
+from spmd.errors import TraceError
 from spmd.tracing.draw_scopes import draw_scope
+from spmd.tracing.source import where
 
 _by_rejection = init._no_grad_trunc_normal_
 
@@ -19,7 +21,13 @@ def _truncated_normal(
 ) -> Any:
     """The quantiles of uniform fractions between those of the ends."""
     if draw_scope() is None:
-        return _by_rejection(tensor, mean, std, a, b, generator=generator)
+        try:
+            return _by_rejection(tensor, mean, std, a, b, generator=generator)
+        except TraceError as error:
+            raise TraceError(
+                f"torch.nn.init.trunc_normal_ at {where()} draws again until all numbers are in range: how often, only "
+                'their values say. With rng="counter" a program draws once: spmd.jit(..., rng="counter").'
+            ) from error
     root = math.sqrt(2)
     low, high = (math.erf((end - mean) / std / root) for end in (a, b))
     with torch.no_grad():
