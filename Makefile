@@ -112,7 +112,7 @@ $(VENV)/.models: $(STAMP)
 
 test-models: $(VENV)/.models
 	$(BIN)/python -m pytest tests/api/test_transformers_specs.py tests/api/test_transformers_containers.py \
-	    tests/api/test_functional_optimizers.py
+	    tests/api/test_functional_optimizers.py tests/api/test_materialized_models.py
 	$(BIN)/python -m proofs.models --markdown proofs/reports/models.md
 	$(BIN)/python -m proofs.models --routes --markdown proofs/reports/models.md
 

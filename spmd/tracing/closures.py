@@ -36,7 +36,7 @@ from spmd.tracing.packed_sequences import OF_KNOWN_LENGTHS
 from spmd.tracing.recorder import Recorder
 from spmd.tracing.scalar_indexes import assign_at_scalars, item_at_scalars
 from spmd.tracing.source import user_source, where
-from spmd.tracing.traced_tensor import describe, is_traced, refuse_reading, retyped
+from spmd.tracing.traced_tensor import describe, is_traced, known_value, list_of, refuse_reading, retyped
 
 Casting: TypeAlias = Sequence[tuple[str, AxisType]]
 """The axes along which a tensor is cast, and to what."""
@@ -133,6 +133,8 @@ class ClosureLifting(TorchFunctionMode):
             found = for_distributions(func, args, kwargs or {})
             if found is not NotImplemented:
                 return found
+        if func is torch.Tensor.tolist and is_traced(args[0]) and (known := known_value(args[0])) is not None:
+            return list_of(known)
         refuse_reading(func, args)
         if func in (torch.Tensor.backward, torch.autograd.backward):
             self._check_backward(args[0])

@@ -13,6 +13,7 @@ from torch._C._functorch import get_unwrapped, is_batchedtensor, is_functorch_wr
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.testing._comparison import ErrorMeta
+from torch.utils._python_dispatch import _disable_current_modes
 
 from spmd.core.spec import TensorMeta
 from spmd.errors import TraceError
@@ -169,6 +170,12 @@ def known_value(tensor: torch.Tensor) -> torch.Tensor | None:
         held = torch._from_functional_tensor(held.elem)
     recorder = getattr(held, "fake_mode", None)
     return recorder.known_value(held) if isinstance(recorder, Recorder) else None
+
+
+def list_of(known: torch.Tensor) -> Any:
+    """The numbers of a known value, as nested lists."""
+    with temporarily_clear_interpreter_stack(), _disable_current_modes(), torch._C.DisableTorchFunction():
+        return known.tolist()
 
 
 def _leaked(tensor: torch.Tensor, done: str) -> TraceError:

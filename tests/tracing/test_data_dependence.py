@@ -60,6 +60,16 @@ def test_values(name: str) -> None:
         f(torch.randn(4), torch.tensor([1, 2, 0, 1]))
 
 
+def test_lists_of_numbers_that_depend_on_no_argument() -> None:
+    """As constructors of models make them."""
+
+    def f(x):
+        return x * sum(torch.linspace(0, 1, 5).split([2, 3])[1].tolist()) + torch.arange(4).view(2, 2).tolist()[1][0]
+
+    x = torch.randn(4)
+    torch.testing.assert_close(spmd.jit(f, P(), P(), mesh=MESH)(x).full_tensor(), f(x))
+
+
 INSTEAD: dict[str, Any] = {
     "nonzero_static": lambda x, i: torch.nonzero_static(x > 0, size=3),
     "where": lambda x, i: torch.where(x > 0, x, 0).sum() / (x > 0).sum(),
