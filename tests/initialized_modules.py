@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from construction_cases import peak_of, shard_bytes
 from torch import nn
 
 import spmd
@@ -122,3 +123,14 @@ def errors_on_processes(mesh: spmd.Mesh) -> dict[str, str]:
     torch.manual_seed(0)
     shapes = message(on_meta(lambda: nn.Linear(2, 3 + (rank == 2))))
     return {"seeds": seeds, "shapes": shapes, "failure": message(on_meta(lambda: nn.Linear(2, 3)), init=fail)}
+
+
+def memory(rng: str) -> tuple[int, int]:
+    """The peak beside what was there before, and the bytes of the shards and the largest parameter."""
+    mesh = spmd.make_mesh({"x": 4})
+    torch.manual_seed(0)
+    spmd.materialize(on_meta(lambda: nn.Linear(2, 2)), {}, mesh)  # process groups
+    module = on_meta(lambda: nn.Sequential(nn.Embedding(16_000, 1024), *(nn.Linear(1024, 4096) for _ in range(12))))
+    peak, _ = peak_of(lambda: spmd.materialize(module, spmd.fsdp_specs(module, "x"), mesh, rng=rng))
+    parameters = list(module.parameters())
+    return peak, shard_bytes(parameters) + max(x.nbytes for x in parameters)

@@ -26,6 +26,7 @@ from spmd.ir.operator_kinds import COPIES
 from spmd.ir.parts import Part, parts
 from spmd.ir.simplify import eliminate_dead
 from spmd.ir.unwritten import count, unwritten
+from spmd.job.host_memory import release_freed_memory
 from spmd.job.tracebacks import hides_internals
 from spmd.random.generators.draw import DERIVE_KEY
 from spmd.random.generators.implementations import GENERATORS
@@ -119,6 +120,7 @@ def materialize(
     for numbers, values in initialized.run(mesh, targets, key):
         for number, value in zip(numbers, values, strict=True):
             initialized.assign(number, value, places)
+        release_freed_memory()
     rest = {name: given[name].pspec for name in initialized.unchanged if name in given}
     return distribute_module(module, mesh, rest)
 

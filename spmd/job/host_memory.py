@@ -39,3 +39,12 @@ def keep_freed_memory(environment: Mapping[str, str] = os.environ) -> bool:
 
 def _is_setting(name: str) -> bool:
     return name.startswith("MALLOC_") or name == "GLIBC_TUNABLES"
+
+
+def release_freed_memory() -> None:
+    """Return to the operating system what this process has freed, where the next step does not take the same.
+
+    glibc has freed memory between what is held, of sizes that no later tensor may have.
+    """
+    if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        trim(0)

@@ -33,7 +33,7 @@ from spmd.ir.host_functions import Handle
 from spmd.ir.list_operators import list_decomposition
 from spmd.ir.names import Namer
 from spmd.ir.operator_kinds import is_composite
-from spmd.ir.random_operators import TEMPLATED, is_random
+from spmd.ir.random_operators import TEMPLATED, is_random, without_template
 from spmd.ir.source import Range, Source
 from spmd.job.user_code import is_installed
 from spmd.tracing.as_strided import (
@@ -231,7 +231,7 @@ class Recorder(FakeTensorMode):
             _reject_generator(func, kwargs, source)
             self._drawn(func, source)
             if func in TEMPLATED:
-                func, args, kwargs = _without_template(func, (self._template(args[0]), *args[1:]), kwargs)
+                func, args, kwargs = without_template(func, (self._template(args[0]), *args[1:]), kwargs)
         arguments, options = self._symbols(args), self._symbols(kwargs)
         if (original(func) or func) in HOST_CALLS:
             arguments = (*arguments[:-1], self._handle(arguments[-1]))
@@ -540,16 +540,3 @@ _STATIC_SHAPES: Mapping[str, str] = {
     "linalg_lstsq": "Use torch.linalg.pinv(A) @ B, or torch.linalg.qr(A) and torch.linalg.solve_triangular.",
 }
 """Advice for the error message, for operators whose result shapes depend on values."""
-
-
-_OF_SHAPE = {aten.rand_like.default: aten.rand.default, aten.randn_like.default: aten.randn.default}
-
-
-def _without_template(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[OpOverload, Any, Any]:
-    """A random call of a new template; as one of its shape where there is such an operator, for a rank to hold less."""
-    template, formats = args[0], (None, torch.preserve_format, torch.contiguous_format)
-    if func not in _OF_SHAPE or kwargs.get("memory_format") not in formats or not template.is_contiguous():
-        return func, args, kwargs
-    own = {"dtype": template.dtype, "device": template.device}
-    given = {name: value for name, value in kwargs.items() if value is not None and name != "memory_format"}
-    return _OF_SHAPE[func], (list(template.shape),), {**own, **given}

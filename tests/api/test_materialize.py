@@ -12,6 +12,7 @@ from initialized_modules import (
     errors_on_processes,
     layers,
     materialized,
+    memory,
     on_meta,
     state,
     states_by_both,
@@ -312,6 +313,13 @@ def test_processes(workers, spec):
     for found in workers.run(call_on_mesh, states_by_both, {"x": 2, "y": 2}, "distributed", spec, ranks=4):
         for theirs, ours in zip(expected, found, strict=True):
             assert_equal(theirs, ours)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rng", ["torch", "counter"])
+def test_a_rank_holds_its_shards_and_one_parameter(workers, rng):
+    for peak, expected in workers.run(memory, rng, ranks=4):
+        assert peak <= 1.15 * expected
 
 
 def test_errors_on_processes(workers):
