@@ -253,9 +253,18 @@ def modules_on_processes() -> dict[str, str]:
         drawn = make(5, 3, spec=P("y", "x"), mesh=mesh)
         torch.manual_seed(5)
         assert torch.equal(theirs(5, 3), drawn.full_tensor())
+    torch.manual_seed(5)
+    keyed = spmd.randn(5, 3, spec=P("y", "x"), mesh=mesh, rng="counter")
+    torch.manual_seed(5)
+    expected = spmd.jit(lambda: torch.randn(5, 3), (), P(), mesh=mesh, rng="counter")()
+    assert torch.equal(expected.full_tensor(), keyed.full_tensor())
+    torch.manual_seed(rank)
+    other = spmd.make_mesh({"z": 4})  # where nothing was drawn before
+    seeds = error_of(lambda: spmd.randn(5, mesh=other, rng="counter"))
     torch.manual_seed(rank)
     different = torch.nn.Linear(5, 6)
     return {
+        "seeds": seeds,
         "values": error_of(call, different, mesh),
         "failure": error_of(call, copy.deepcopy(plain), mesh, _fail_on_one),
     }

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import attrs
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from spmd.errors import TraceError
 from spmd.ir.operator_kinds import is_composite
-from spmd.random.generators.draw import DERIVE_KEY, DRAW
+from spmd.random.generators.draw import DERIVE_KEY, DRAW, contiguous_strides
 from spmd.tracing.draw_scopes import IMPL, DrawScope
 from spmd.tracing.source import where
 
@@ -72,16 +72,18 @@ class _Draw:
 
     Args:
         key: the key, i64[2].
+        box: of draws of a box of a larger tensor, that tensor's strides, and the index of the first element, i64[].
     """
 
     key: Tensor
+    box: tuple[Sequence[int], Tensor] | tuple[()] = ()
 
     def __call__(
         self, kind: str, size: Sequence[int], dtype: torch.dtype, device: torch.device | str | None = None
     ) -> Tensor:
         """Elements of a kind, on the device of the key if no other is given."""
         key = self.key if device is None else self.key.to(device)
-        return DRAW(key, list(size), kind, dtype, IMPL)  # type: ignore[no-any-return]
+        return DRAW(key, list(size), kind, dtype, IMPL, *self.box)  # type: ignore[no-any-return]
 
     def like(self, kind: str, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Elements with the shape, device, and if no other is given dtype of a tensor."""
@@ -89,7 +91,27 @@ class _Draw:
 
     def part(self, number: int) -> _Draw:
         """Draws by one of the keys that are made of this one."""
-        return _Draw(DERIVE_KEY(self.key, torch.full((), number, dtype=torch.int64, device=self.key.device), IMPL))
+        data = torch.full((), number, dtype=torch.int64, device=self.key.device)
+        return attrs.evolve(self, key=DERIVE_KEY(self.key, data, IMPL))
+
+
+def drawn_box(
+    name: Literal["rand", "randn"], key: Tensor, shape: Sequence[int], slices: Sequence[slice], dtype: torch.dtype
+) -> Tensor:
+    """A box of what `torch.rand` or `torch.randn` draws as the first in a program with a seed's key.
+
+    Args:
+        name: the function.
+        key: the key of the seed, i64[2].
+        shape: the shape of the whole.
+        slices: the box.
+        dtype: the dtype.
+    """
+    strides = contiguous_strides(shape)
+    start = sum(part.start * stride for part, stride in zip(slices, strides, strict=True))
+    box = strides, torch.full((), start, dtype=torch.int64, device=key.device)
+    draw, size = _Draw(DrawScope(key).next_key(), box), [part.stop - part.start for part in slices]
+    return _DRAWS[name](draw, size, dtype, key.device)  # type: ignore[no-any-return]
 
 
 def _floats(

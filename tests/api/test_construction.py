@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -77,6 +78,40 @@ def test_factories_make_the_values_of_one_device(name: str, spec: P) -> None:
             assert made.spec.local_shape(coordinate) == shard.shape
 
 
+@pytest.mark.parametrize("name", ["rand", "randn"])
+def test_factories_draw_their_shards_by_keys(name: str) -> None:
+    """The numbers are those of a function with this draw on any mesh, and nothing is sent."""
+    ours, theirs = FACTORIES[name]
+    one = spmd.make_mesh({"x": 1}, runtime="virtual")
+    for shape, dtype in itertools.product([(4, 8), (5, 3), (1, 2), (0, 3)], [None, torch.complex64, torch.bfloat16]):
+        torch.manual_seed(7)
+        draw = spmd.jit(lambda t=theirs, s=shape, d=dtype: t(*s, dtype=d), (), P(), mesh=one, rng="counter")
+        expected, after = draw().full_tensor(), torch.get_rng_state()
+        for spec in SPECS:
+            torch.manual_seed(7)
+            with spmd.comms_of(error=True):
+                made = ours(*shape, spec=spec, mesh=GRID, dtype=dtype, requires_grad=True, rng="counter")
+            assert made.spec.pspec == spec and made.requires_grad and made.is_leaf
+            assert torch.equal(expected, made.detach().full_tensor()) and torch.equal(after, torch.get_rng_state())
+        torch.manual_seed(7)
+        like = getattr(spmd, f"{name}_like")(made, spec=P("y"), rng="counter")
+        assert P("y") == like.spec.pspec and torch.equal(expected, like.full_tensor())
+
+
+@pytest.mark.parametrize("rng", ["torch", "counter"])
+def test_a_factory_in_jit_draws_as_it_says(rng: str) -> None:
+    def draw(x: Any) -> Any:
+        return torch.rand(2), spmd.randn(4, 6, spec=P("x"), rng="counter") + x
+
+    found = []
+    for mesh in (LINE, GRID):
+        jitted = spmd.jit(draw, P("x"), (P(), P("x")), mesh=mesh, rng=rng)
+        torch.manual_seed(1)
+        found.append([y.full_tensor() for y in jitted(torch.zeros(4, 6))])
+        assert "draw(" in jitted.lower(torch.zeros(4, 6)).as_text()
+    assert all(map(torch.equal, *found))
+
+
 RANGES = [(10,), (2, 10), (2, 10, 3), (10, 2, -3), (0.0, 1.0, 0.1), (3.5,), (0,), (1, 2**40, 2**36)]
 
 
@@ -91,10 +126,11 @@ def test_ranges(args: tuple[float, ...], dtype: torch.dtype | None) -> None:
         torch.testing.assert_close(made.full_tensor(), expected, rtol=0 if 0.1 not in args else 1e-7, atol=0)
 
 
-@pytest.mark.parametrize("name", ["zeros", "ones", "empty", "full", "arange"])
+@pytest.mark.parametrize("name", ["zeros", "ones", "empty", "full", "arange", "randn"])
 @pytest.mark.parametrize("spec", [P("x"), P(("x", "y"))], ids=repr)
-def test_no_rank_holds_the_whole_of_what_is_not_drawn(name: str, spec: P) -> None:
-    make = {"full": lambda n, **given: spmd.full((n,), 3.0, **given)}.get(name) or getattr(spmd, name)
+def test_no_rank_holds_the_whole(name: str, spec: P) -> None:
+    by_keys = functools.partial(spmd.randn, rng="counter")
+    make = {"full": lambda n, **given: spmd.full((n,), 3.0, **given), "randn": by_keys}.get(name) or getattr(spmd, name)
     most = largest_bytes(lambda: make(1 << 12, spec=spec, mesh=GRID, dtype=torch.float64))
     assert most == 8 * (1 << 12) // GRID.axis_size([axis for axes in spec.dims for axis in axes])
 
@@ -118,6 +154,7 @@ def test_shapes_as_torch_takes_them() -> None:
         (lambda: spmd.zeros(3, spec=P(None, "x"), mesh=LINE), ShardingError, "spmd.zeros: .*names 2 dims"),
         (lambda: spmd.zeros(3), MeshError, "No mesh was given"),
         (lambda: spmd.zeros(3, mesh=spmd.make_mesh({"x": 2}, runtime="abstract")), MeshError, "holds no data"),
+        (lambda: spmd.rand(3, mesh=LINE, rng="keys"), ShardingError, "rng of spmd.rand must be 'torch' or 'counter'"),
         (lambda: spmd.zeros_like(3, mesh=LINE), ShardingError, "the tensor is no tensor"),
     ],
 )
@@ -309,5 +346,6 @@ def test_modules_on_processes(workers: Workers) -> None:
     found = workers.run(cases.modules_on_processes, ranks=4)
     for rank, texts in enumerate(found):
         assert "weight differs between ranks" in texts["values"]
+        assert "torch.manual_seed" in texts["seeds"]
         expected = "on rank 1" if rank == 1 else "Rank 1 failed in distribute_module of Linear on Mesh(x=2, y=2)"
         assert expected in texts["failure"]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict
 
 import torch
 
@@ -13,7 +15,10 @@ from spmd.core.pytree import SpecLike, leaf_meta, make_spec
 from spmd.core.spec import DTensorSpec, P, TensorMeta
 from spmd.errors import ShardingError
 from spmd.job.tracebacks import hides_internals
+from spmd.random.generators.implementations import GENERATORS
 from spmd.tracing.constrain import constrain
+from spmd.tracing.counter_draws import drawn_box
+from spmd.tracing.draw_scopes import IMPL, Rng, draw_scope, drawing_by, seed_key
 from spmd.tracing.running import is_tracing
 
 if TYPE_CHECKING:
@@ -132,12 +137,17 @@ def rand(
     mesh: Mesh | None = None,
     dtype: torch.dtype | None = None,
     requires_grad: bool = False,
+    rng: Rng = "torch",
 ) -> DTensor:
     """A DTensor of uniform random numbers in [0, 1): those of `torch.rand` after the same `torch.manual_seed`.
 
     So that they do not depend on the mesh, each rank draws the whole tensor and keeps its shard: for a moment it holds
-    the whole. On a distributed mesh ranks compare the states of their generators at the first call. The arguments are
-    those of `zeros`.
+    the whole. On a distributed mesh ranks compare the states of their generators at the first call.
+
+    Args:
+        size, spec, mesh, dtype, requires_grad: as for `zeros`.
+        rng: as of `jit`. With `"counter"` each rank draws its shard by keys of a seed that the generator draws: other
+            numbers, equal on every mesh, and those of a function that draws nothing else under `jit(rng="counter")`.
 
     Raises:
         DivergenceError: ranks with generators in different states.
@@ -151,7 +161,7 @@ def rand(
     >>> torch.equal(torch.rand(5), drawn.full_tensor())
     True
     """
-    return _drawn("rand", _shape(size, "rand"), dtype or torch.get_default_dtype(), spec, mesh, requires_grad)
+    return _drawn("rand", _shape(size, "rand"), dtype or torch.get_default_dtype(), spec, mesh, requires_grad, rng)
 
 
 @hides_internals
@@ -161,6 +171,7 @@ def randn(
     mesh: Mesh | None = None,
     dtype: torch.dtype | None = None,
     requires_grad: bool = False,
+    rng: Rng = "torch",
 ) -> DTensor:
     """A DTensor of standard normal random numbers: those of `torch.randn` after the same `torch.manual_seed`.
 
@@ -170,7 +181,7 @@ def randn(
     >>> spmd.randn(4, 2, spec=P("data"), mesh=spmd.make_mesh({"data": 2}, runtime="virtual"))
     DTensor(f32[4,2] P('data') on Mesh(data=2), shards 2x[2,2])
     """
-    return _drawn("randn", _shape(size, "randn"), dtype or torch.get_default_dtype(), spec, mesh, requires_grad)
+    return _drawn("randn", _shape(size, "randn"), dtype or torch.get_default_dtype(), spec, mesh, requires_grad, rng)
 
 
 @hides_internals
@@ -262,15 +273,15 @@ def full_like(value: TensorLike, fill_value: complex, **given: Unpack[_Like]) ->
 
 
 @hides_internals
-def rand_like(value: TensorLike, **given: Unpack[_Like]) -> DTensor:
+def rand_like(value: TensorLike, *, rng: Rng = "torch", **given: Unpack[_Like]) -> DTensor:
     """Uniform random numbers, drawn as by `rand`, with the shape and dtype of another tensor; else as `zeros_like`."""
-    return _like(rand, value, **given)
+    return _like(functools.partial(rand, rng=rng), value, **given)
 
 
 @hides_internals
-def randn_like(value: TensorLike, **given: Unpack[_Like]) -> DTensor:
+def randn_like(value: TensorLike, *, rng: Rng = "torch", **given: Unpack[_Like]) -> DTensor:
     """Normal random numbers, drawn as by `randn`, with the shape and dtype of another tensor; else as `zeros_like`."""
-    return _like(randn, value, **given)
+    return _like(functools.partial(randn, rng=rng), value, **given)
 
 
 def _shape(size: tuple[Any, ...], name: str) -> tuple[int, ...]:
@@ -308,21 +319,43 @@ def _filled(
 
 
 def _drawn(
-    name: str, shape: tuple[int, ...], dtype: torch.dtype, spec: SpecLike, mesh: Mesh | None, requires_grad: bool
+    name: Literal["rand", "randn"],
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    spec: SpecLike,
+    mesh: Mesh | None,
+    requires_grad: bool,
+    rng: Rng,
 ) -> DTensor:
-    """A DTensor of random numbers, by torch's operator on one of this spec."""
+    """A DTensor of random numbers: by keys, or by torch's operator on one of this spec."""
+    if rng not in ("torch", "counter"):
+        raise ShardingError(f"rng of spmd.{name} must be 'torch' or 'counter' (got {rng!r:.60}).")
     draw = {"rand": torch.rand_like, "randn": torch.randn_like}[name]
     if is_tracing():
-        return constrain(draw(_filled(name, shape, None, dtype, spec, mesh, requires_grad=False)), spec)  # type: ignore[return-value]
+        by_key = rng == "counter" and draw_scope() is None
+        with drawing_by(seed_key()) if by_key else contextlib.nullcontext():
+            drawn = draw(_filled(name, shape, None, dtype, spec, mesh, requires_grad=False))
+        return constrain(drawn, spec)  # type: ignore[return-value]
+    if rng == "counter":
+        meta, seed = TensorMeta(shape, dtype), _seed(current_mesh(mesh))
+        key = GENERATORS[IMPL].seeded(seed)
+        part = lambda found, at: drawn_box(name, key, shape, found.local_slices(at), dtype)  # noqa: E731
+        return _made(name, meta, part, spec, mesh, requires_grad)
 
     def template(found: DTensorSpec, at: tuple[int, ...]) -> torch.Tensor:  # of one element: its values are not read
         return torch.empty((), dtype=dtype, device=found.mesh.device).expand(found.local_shape(at))
 
     made = _made(name, TensorMeta(shape, dtype), template, spec, mesh, requires_grad=False)
     with torch.no_grad():
-        drawn: DTensor = draw(made)  # type: ignore[assignment]
-        drawn = drawn.redistribute(made.spec.pspec)
-    return drawn.requires_grad_(requires_grad)  # type: ignore[return-value]
+        found: DTensor = draw(made)  # type: ignore[assignment]
+        found = found.redistribute(made.spec.pspec)
+    return found.requires_grad_(requires_grad)  # type: ignore[return-value]
+
+
+def _seed(mesh: Mesh) -> torch.Tensor:
+    """A seed that torch's generator draws, i64[]; ranks compare its states at the first call."""
+    seed = _filled("rand", (), 0, torch.int64, _REPLICATED, mesh, requires_grad=False)
+    return seed.random_(-(2**63), None).shards[0]  # type: ignore[attr-defined, no-any-return]
 
 
 def _made(
