@@ -30,3 +30,10 @@ def test_the_references_have_products_of_many_rows_with_other_operators_and_of_f
     assert predicted_seconds(run, slow_memory, 0.0) > 20 * tokens * width * 4
     assert 12 * 3 * 2 * 64 * 512**2 == predicted_seconds(few_rows, slow_products, 0.0)
     assert 12 * 3 * (512**2 + 2 * 64 * 512) * 4 == predicted_seconds(few_rows, slow_memory, 0.0)
+
+
+def test_the_references_draw_nothing_from_the_generator_of_programs() -> None:
+    state = torch.get_rng_state()
+    for run in references(torch.device("cpu")):
+        run()
+    assert torch.equal(state, torch.get_rng_state())

@@ -55,8 +55,8 @@ def product(device: torch.device, order: int, dtype: torch.dtype = torch.float32
 def _block(device: torch.device) -> Callable[[], torch.Tensor]:
     """One block of a transformer, without gradients."""
     sequences, tokens, width = _CPU if device.type == "cpu" else _ACCELERATOR
-    x = torch.randn(sequences, tokens, width, device=device)
-    square, up = (torch.randn(rows, width, device=device) / math.sqrt(width) for rows in (width, 4 * width))
+    x = _normal(sequences, tokens, width, device=device)
+    square, up = (_normal(rows, width, device=device) / math.sqrt(width) for rows in (width, 4 * width))
     down = up.t().contiguous()
 
     def heads(y: torch.Tensor) -> torch.Tensor:
@@ -74,8 +74,8 @@ def _block(device: torch.device) -> Callable[[], torch.Tensor]:
 
 def _products_of_few_rows() -> Callable[[], list[torch.Tensor]]:
     """Layers and their gradients, where weights are much of what is read and written."""
-    x = torch.randn(_ROWS, _WIDTH) / math.sqrt(_WIDTH)
-    weights = [torch.randn(_WIDTH, _WIDTH) / math.sqrt(_WIDTH) for _ in range(_LAYERS)]
+    x = _normal(_ROWS, _WIDTH) / math.sqrt(_WIDTH)
+    weights = [_normal(_WIDTH, _WIDTH) / math.sqrt(_WIDTH) for _ in range(_LAYERS)]
 
     def products() -> list[torch.Tensor]:
         y, gradients = x, []
@@ -87,6 +87,11 @@ def _products_of_few_rows() -> Callable[[], list[torch.Tensor]]:
         return gradients
 
     return products
+
+
+def _normal(*size: int, device: torch.device | str = "cpu") -> torch.Tensor:
+    """Normal numbers of a generator of their own: the default one has the numbers of the user's program."""
+    return torch.randn(*size, device=device, generator=torch.Generator(device).manual_seed(0))
 
 
 def predicted_seconds(run: Callable[[], object], roofline: Roofline, latency: float) -> float:
