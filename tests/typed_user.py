@@ -329,7 +329,9 @@ def added(x: Tensor, y: Tensor) -> Tensor:
 def draws(seed: int, x: Tensor) -> Tensor:
     key: random.Key = random.key(seed, impl="threefry2x32")
     keys = random.split(random.wrap_key_data(random.key_data(key)), 3)
-    assert_type(keys, random.Key)
+    assert_type(keys.reshape(keys.size, 1), random.Key)
+    assert_type((keys, random.PRNGKey(0)), tuple[random.Key, random.Key])
+    assert_type(random.key_impl(keys), str)
     assert_type([random.fold_in(key, 1) for key in keys], list[random.Key])
     assert_type(random.to_generator(random.from_generator()), torch.Generator)
     with random.check_keys():

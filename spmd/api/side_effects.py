@@ -16,6 +16,7 @@ from spmd.api.guards.access import Access, Line
 from spmd.api.guards.checks import OfModule
 from spmd.api.guards.kinds import MAPPINGS, ROWS, SETS, brief, is_plain, is_users_object
 from spmd.api.hidden_state import HiddenState
+from spmd.core.pytree import tree_leaves
 from spmd.tracing.source import source_at
 
 Attributes: TypeAlias = list[tuple[nn.Module, dict[str, Any]]]
@@ -170,4 +171,4 @@ def _where(line: Line) -> str:
 
 
 def _is_traced(value: Any) -> bool:
-    return isinstance(value, (FakeTensor, FunctionalTensor))
+    return any(isinstance(leaf, (FakeTensor, FunctionalTensor)) for leaf in tree_leaves(value))  # of a key, its numbers

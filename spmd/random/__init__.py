@@ -2,13 +2,14 @@
 
 from spmd.random.choices import categorical, choice, permutation, randint
 from spmd.random.dropping import dropout
-from spmd.random.keys import Key, fold_in, key, key_data, split, wrap_key_data
+from spmd.random.keys import Key, PRNGKey, fold_in, key, key_data, key_impl, split, wrap_key_data
 from spmd.random.samples import bernoulli, bits, exponential, gumbel, normal, truncated_normal, uniform
 from spmd.random.torch_generators import from_generator, to_generator
 from spmd.random.uses import check_keys
 
 __all__ = [
     "Key",
+    "PRNGKey",
     "bernoulli",
     "bits",
     "categorical",
@@ -21,6 +22,7 @@ __all__ = [
     "gumbel",
     "key",
     "key_data",
+    "key_impl",
     "normal",
     "permutation",
     "randint",

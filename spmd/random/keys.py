@@ -6,7 +6,8 @@ closed over. It is no tensor itself: there is no arithmetic on keys, of which dr
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import optree
@@ -69,6 +70,22 @@ class Key:
         """The number of dims of an array of keys."""
         return self._data.ndim - 1
 
+    @property
+    def size(self) -> int:
+        """The number of keys."""
+        return self.shape.numel()
+
+    def reshape(self, *shape: int | tuple[int, ...]) -> Key:
+        """The keys in an array of another shape, of which one length may be -1.
+
+        >>> split(key(0), 6).reshape(2, -1)
+        Key((2, 3), 'philox4x32')
+        """
+        sizes: Any = shape[0] if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
+        if math.prod(sizes) != self.size and sizes.count(-1) != 1:
+            raise SpmdError(f"{self.size} keys do not fill an array of the shape {tuple(sizes)} ({user_line()}).")
+        return Key(self._data.reshape(*sizes, 2), self.impl)
+
     def __len__(self) -> int:
         if not self.ndim:
             raise SpmdError(
@@ -106,8 +123,19 @@ class Key:
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Refuse torch's functions."""
+        """Join keys by `torch.stack` and `torch.cat`; refuse torch's other functions."""
+        if function in (torch.stack, torch.cat):
+            return _joined(function, *args, **(kwargs or {}))
         _refuse(getattr(function, "__name__", str(function)))
+
+
+def _joined(function: Any, keys: Sequence[Key], dim: int = 0) -> Key:
+    impls = {key.impl if isinstance(key, Key) else type(key).__name__ for key in keys}
+    if len(impls) > 1:
+        raise SpmdError(
+            f"torch.{function.__name__} at {user_line()} joins keys of one generator (got {', '.join(sorted(impls))})."
+        )
+    return Key(function([key.data for key in keys], dim=dim if dim >= 0 else dim - 1), keys[0].impl)
 
 
 def _refuse(what: str) -> None:
@@ -179,6 +207,24 @@ def key(seed: int | Tensor, *, impl: str = DEFAULT_IMPL, device: torch.device | 
         got = f"{type(seed).__name__} {seed!r:.60}"
         raise SpmdError(f"The seed at {user_line()} must be an integer (got {got}).{remedy}")
     return Key(GENERATORS[impl].seeded(number), impl)
+
+
+def PRNGKey(seed: int | Tensor, *, impl: str = DEFAULT_IMPL) -> Key:
+    """Make a key of a seed, as `key` does; `jax.random.PRNGKey`, of which the numbers are `key_data`.
+
+    >>> PRNGKey(0)
+    Key((), 'philox4x32')
+    """
+    return key(seed, impl=impl)
+
+
+def key_impl(key: Key) -> str:
+    """The name of the generator of keys; `jax.random.key_impl`.
+
+    >>> key_impl(wrap_key_data(torch.tensor([0, 1]), impl="threefry2x32"))
+    'threefry2x32'
+    """
+    return checked(key, "key_impl").impl
 
 
 def wrap_key_data(key_data: Tensor, *, impl: str = DEFAULT_IMPL) -> Key:

@@ -12,6 +12,7 @@ import torch
 
 import spmd
 from spmd import P, random
+from spmd.api.side_effects import SideEffectWarning
 
 KEY = random.key(4)
 KEYS = random.split(KEY, 3)
@@ -27,6 +28,39 @@ def test_an_array_of_keys_has_items():
     assert [True, False, False] == [bool((key == KEYS[0]).all()) for key in KEYS]
     assert (KEYS == KEYS).tolist() == [True] * 3
     assert KEY != random.wrap_key_data(KEY.data, impl="threefry2x32")
+
+
+def test_keys_are_joined_and_reshaped():
+    grid = random.split(KEY, (2, 3))
+    assert ((6,), 6, (3, 2)) == (grid.reshape(-1).shape, grid.size, grid.reshape((3, -1)).shape)
+    assert torch.equal(grid.data.reshape(6, 2), grid.reshape(6).data) and () == KEYS[:1].reshape(()).shape
+    for dim in (0, 1, -1, -2):
+        assert torch.stack([grid, grid], dim).shape == torch.stack([torch.ones(2, 3)] * 2, dim).shape
+    assert torch.equal(torch.stack([KEYS[0], KEYS[2]]).data, KEYS.data[::2])
+    assert (2, 6) == torch.cat([grid, grid], dim=-1).shape
+    with pytest.raises(spmd.SpmdError, match=r"6 keys do not fill an array of the shape \(4,\) \(test_random_keys.py"):
+        grid.reshape(4)
+    with pytest.raises(spmd.SpmdError, match=r"torch.stack at test_random_keys.py:\d+ .*\(got Tensor, philox4x32\)"):
+        torch.stack([KEY, torch.ones(2)])
+
+
+def test_names_of_jax():
+    assert torch.equal(KEY.data, random.PRNGKey(4).data) and "philox4x32" == random.key_impl(KEYS)
+
+
+def test_a_key_that_a_module_keeps_from_a_trace_warns():
+    class Drop(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.key = random.key(0)
+
+        def forward(self, x):
+            self.key, own = random.split(self.key)
+            return random.dropout(own, x, 0.5)
+
+    jitted = spmd.jit(Drop(), P("x"), P("x"), mesh=MESH)
+    with pytest.warns(SideEffectWarning, match=r"Drop.key = ... at test_random_keys.py:\d+ .*Return it"):
+        jitted(torch.ones(4))
 
 
 def test_keys_are_containers_and_can_be_copied():

@@ -124,7 +124,9 @@ def specs_of(
 
 def _refuse_distributed(module: nn.Module) -> None:
     if getattr(module, _DONE, False):
-        raise ShardingError(f"{type(module).__name__} was distributed before, by spmd.distribute_module.")
+        raise ShardingError(
+            f"{type(module).__name__} was distributed before, by spmd.distribute_module or materialize."
+        )
 
 
 def _targets(
