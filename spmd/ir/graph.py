@@ -343,7 +343,7 @@ def _text(argument: Any) -> str:
 def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
     """Apply `function` to every leaf of nested tuples, lists and dicts, the only containers in arguments."""
     if isinstance(tree, (tuple, list)):
-        return type(tree)(map_leaves(function, item) for item in tree)
+        return type(tree)([map_leaves(function, item) for item in tree])
     if isinstance(tree, dict):
         return {key: map_leaves(function, item) for key, item in tree.items()}
     return function(tree)
@@ -351,14 +351,19 @@ def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
 
 def iterate_leaves(tree: Any) -> Iterator[Any]:
     """The leaves of nested tuples, lists and dicts, in order."""
-    if isinstance(tree, (tuple, list)):
-        for item in tree:
-            yield from iterate_leaves(item)
-    elif isinstance(tree, dict):
-        for item in tree.values():
-            yield from iterate_leaves(item)
-    else:
-        yield tree
+    found: list[Any] = []
+    _collect_leaves((tree,), found)
+    return iter(found)
+
+
+def _collect_leaves(items: Iterable[Any], found: list[Any]) -> None:
+    for item in items:  # not by generators, of which each level would pass on every leaf
+        if isinstance(item, (tuple, list)):
+            _collect_leaves(item, found)
+        elif isinstance(item, dict):
+            _collect_leaves(item.values(), found)
+        else:
+            found.append(item)
 
 
 def numbers_of(graph: Graph) -> Iterator[Number]:
@@ -372,7 +377,7 @@ def numbers_of(graph: Graph) -> Iterator[Number]:
 def freeze(tree: Any) -> Any:
     """A hashable key for operator arguments: equal for equal arguments, where 1, 1.0 and True count as different."""
     if isinstance(tree, (tuple, list)):
-        return tuple(freeze(item) for item in tree)
+        return tuple([freeze(item) for item in tree])
     if isinstance(tree, dict):
-        return tuple((key, freeze(tree[key])) for key in sorted(tree))
-    return tree if isinstance(tree, (Value, TensorMeta, Number)) else (type(tree), repr(tree))
+        return tuple([(key, freeze(tree[key])) for key in sorted(tree)])
+    return tree if isinstance(tree, (Value, TensorMeta, Number, OperandNumber)) else (type(tree), repr(tree))

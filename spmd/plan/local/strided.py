@@ -30,6 +30,14 @@ def as_reshape(operation: Operation) -> Operation:
     return attrs.evolve(operation, op=RESHAPE) if operation.op in VIEWS else operation
 
 
+@lru_cache(maxsize=16384)
+def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
+    strides = [1]
+    for size in reversed(shape[1:]):
+        strides.append(strides[-1] * max(size, 1))
+    return tuple(reversed(strides)) if shape else ()
+
+
 @attrs.frozen
 class Strided:
     """The properties of a local tensor that decide whether an operator returns a view of it."""
@@ -40,15 +48,14 @@ class Strided:
     @classmethod
     def contiguous(cls, meta: TensorMeta) -> Strided:
         """A tensor in row-major order."""
-        strides = [1]
-        for size in reversed(meta.shape[1:]):
-            strides.append(strides[-1] * max(size, 1))
-        return cls(meta, tuple(reversed(strides)) if meta.shape else ())
+        return cls(meta, _row_major(meta.shape))
 
     @property
     def is_contiguous(self) -> bool:
         """Whether elements are in row-major order without gaps; strides of dims of length 1 do not matter."""
-        expected = Strided.contiguous(self.meta).strides
+        expected = _row_major(self.meta.shape)
+        if self.strides == expected:
+            return True
         dims = zip(self.meta.shape, self.strides, expected, strict=True)
         return self.meta.numel < 2 or all(size == 1 or stride == other for size, stride, other in dims)
 
