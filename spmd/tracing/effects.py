@@ -270,6 +270,7 @@ _REBINDS = {
     _Tensor.data.__set__: "gives x other memory. Write x = value, or x.copy_(value) to write into it",
     _Tensor.grad.__set__: "keeps a gradient on a tensor. Return it: torch.func.grad",
 }
+_SETS_FLAG = frozenset({_Tensor.requires_grad.__set__, _Tensor.requires_grad_})
 
 
 def refuse_rebinding(func: Any, args: tuple[Any, ...], is_outside: Callable[[Any], bool]) -> None:
@@ -280,12 +281,12 @@ def refuse_rebinding(func: Any, args: tuple[Any, ...], is_outside: Callable[[Any
         args: its arguments.
         is_outside: tells whether a tensor was made outside of the trace; `requires_grad` may be set on others.
     """
-    name = getattr(getattr(func, "__self__", func), "__name__", "")
-    line = where(user_source())
     if func in _REBINDS:
-        raise TraceError(f"x.{name} = ... at {line} {_REBINDS[func]}.")
-    if func in (_Tensor.requires_grad.__set__, _Tensor.requires_grad_) and is_outside(args[0]):
+        name = func.__self__.__name__
+        raise TraceError(f"x.{name} = ... at {where(user_source())} {_REBINDS[func]}.")
+    if func in _SETS_FLAG and is_outside(args[0]):
+        name = getattr(getattr(func, "__self__", func), "__name__", "")
         raise TraceError(
-            f"{name} at {line} is set on a closed-over tensor, which no call but the first would do. Set it before, or "
-            "leave it: torch.func.grad needs no flag."
+            f"{name} at {where(user_source())} is set on a closed-over tensor, which no call but the first would do. "
+            "Set it before, or leave it: torch.func.grad needs no flag."
         )

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch._higher_order_ops.auto_functionalize import can_auto_functionalize
+from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.utils._mode_utils import no_dispatch
 
@@ -62,6 +63,8 @@ class Functionalization(FunctionalTensorMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+            return args[0].fake_device  # torch asks for it of each tensor that it wraps
         if func is aten._linalg_check_errors.default:
             return None
         refuse_recording()
