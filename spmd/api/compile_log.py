@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -63,6 +63,13 @@ def log_taken(name: str, taken: Sequence[tuple[str, str]]) -> None:
             where(user_source()),
             ", ".join(texts),
         )
+
+
+def log_reused(name: str, counts: Mapping[str, int]) -> None:
+    """Log how often layers were not traced again, by the names of their classes, under `log_compiles`."""
+    if _logs.get() and counts:
+        texts = (f"{count} of {layer}" for layer, count in counts.items())
+        _logger.warning("%s calls the programs of equal layers: %s.", name, ", ".join(texts))
 
 
 def _differences(new: Signature, old: Signature) -> Iterator[str]:

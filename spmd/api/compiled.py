@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import attrs
@@ -131,10 +131,10 @@ class Compiled(Generic[_Result]):
         return attrs.evolve(traced, graph=_with_copies(traced.graph, {}))
 
     def _trace(self) -> Traced:
-        layout = self.signature.layout
-        return trace(
-            self._function, self._args, static_argnums=layout.static, labels=layout.labels, rng=self.options.rng
-        )
+        layout, function = self.signature.layout, self._function
+        if self.options.reuse_layers:
+            function = _reusing_layers(function, self._parameters.name)
+        return trace(function, self._args, static_argnums=layout.static, labels=layout.labels, rng=self.options.rng)
 
     @property
     def _buffers(self) -> list[int]:
@@ -441,6 +441,18 @@ class Compiled(Generic[_Result]):
         values = self._wrappers.wrap(self._executable(shards, numbers))
         self._wrappers.keep(leaves)
         return self._finish(values, numbers, tree)
+
+
+def _reusing_layers(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """A function in whose trace equal layers are traced once."""
+    from spmd.api.reuse import reusing_layers
+
+    @functools.wraps(function)
+    def reusing(*args: Any) -> Any:
+        with reusing_layers(name):
+            return function(*args)
+
+    return reusing
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:

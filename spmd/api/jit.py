@@ -443,6 +443,7 @@ def jit(
     keep_sharded: KeepSharded | None = None,
     reduce_dtype: torch.dtype | None = None,
     rng: Rng = "torch",
+    reuse_layers: bool = True,
 ) -> Any:
     """Compile a function of global tensors into the program that each rank of a mesh runs.
 
@@ -490,6 +491,8 @@ def jit(
         rng: what torch's random operators in the function draw by. `"torch"`: its default generator, so that numbers
             are those of one device; each rank draws whole tensors. `"counter"`: keys of a seed that this generator
             draws at each call, and of the place in the function; each rank draws its shard (`docs/random.md`).
+        reuse_layers: whether modules that are equal, but for the values of their tensors, are traced once; the program
+            is the same. `False` traces each call, and shows whether a layer is wrongly taken for another.
 
     Returns:
         A `Jitted`; without a function, a decorator that makes one. Type checkers see the parameters and the result of
@@ -525,6 +528,7 @@ def jit(
         keep_sharded=keep_sharded,
         reduce_dtype=reduce_dtype,
         rng=rng,
+        reuse_layers=reuse_layers,
     )
     if function is None:
         return lambda decorated: Jitted(decorated, in_specs, out_specs, mesh, options)

@@ -118,11 +118,16 @@ def with_self(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def _installed(state: ModuleState) -> contextlib.AbstractContextManager[Sequence[torch.Tensor]]:
+    """A context in which a module holds the tensors of a state: those that this yields."""
+    structure = state.structure
+    return holding(structure, [_held(structure, number, tensor) for number, tensor in enumerate(state.tensors)])
+
+
 @contextlib.contextmanager
-def _installed(state: ModuleState) -> Iterator[list[torch.Tensor]]:
-    """A context in which a module holds other tensors: those that this yields."""
-    structure, before = state.structure, []
-    tensors = [_held(structure, number, tensor) for number, tensor in enumerate(state.tensors)]
+def holding(structure: ModuleStructure, tensors: Sequence[torch.Tensor]) -> Iterator[Sequence[torch.Tensor]]:
+    """A context in which a module holds other tensors, which this yields."""
+    before: list[tuple[dict[str, Any], str, Any]] = []
     stock = [vars(owner) for owner in structure.module.modules() if type(owner).__module__.startswith("torch.")]
     saved = [(attributes, dict(attributes)) for attributes in stock]  # a recurrent layer has lists of its parameters
     try:

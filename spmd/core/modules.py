@@ -10,7 +10,7 @@ import itertools
 import operator
 import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any, TypeAlias
 
 import attrs
@@ -94,6 +94,27 @@ class ModuleStructure:
 
     def __hash__(self) -> int:
         return hash(self.names)
+
+    def is_like(self, other: ModuleStructure, reads: Set[tuple[str, str]]) -> bool:
+        """Whether structures are equal but for plain attributes that are not read.
+
+        Args:
+            other: another structure.
+            reads: the attributes that count, as prefixes of submodules with names; `__dict__` stands for all.
+        """
+        return self.key[:-1] == other.key[:-1] and self._read_key(reads) == other._read_key(reads)
+
+    def _read_key(self, reads: Set[tuple[str, str]]) -> list[Any]:
+        found = []
+        for prefix, *rest, plain in self.key[-1]:
+            every = (prefix, "__dict__") in reads
+            found.append((prefix, rest, [item for item in plain if every or (prefix, item[0]) in reads]))
+        return found
+
+    @property
+    def has_hooks(self) -> bool:
+        """Whether a submodule has hooks."""
+        return any(hooks for *_, hooks, _ in self.key[-1])
 
     def __repr__(self) -> str:
         return f"{type(self.module).__name__}, {'training' if self.module.training else 'evaluation'}"

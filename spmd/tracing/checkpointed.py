@@ -42,6 +42,11 @@ class Checkpoints:
         self._count = 0
 
     @property
+    def count(self) -> int:
+        """How many regions there have been."""
+        return self._count
+
+    @property
     def is_open(self) -> bool:
         """Whether operations are recorded in a region now."""
         return bool(self._open)

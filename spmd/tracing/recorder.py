@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -108,12 +108,14 @@ class Recorder(FakeTensorMode):
     def fake(self, value: Value, device: torch.device | str = "cpu", like: torch.Tensor | None = None) -> torch.Tensor:
         """The fake tensor of a value; created at the first call, contiguous or with the strides of `like`."""
         if value not in self._fakes:
-            with _disable_current_modes(), self._propagation(), self:
-                tensor = torch.empty(value.meta.shape, dtype=value.meta.dtype, device=device)
+            with _disable_current_modes(), torch._C.DisableTorchFunction(), self._propagation():
+                memory = torch.empty(value.meta.shape, dtype=value.meta.dtype, device="meta")
+                tensor: torch.Tensor = FakeTensor(self, memory, torch.device(device))
                 if like is not None and like.layout is torch.strided and like.stride() != tensor.stride():
-                    size = like.untyped_storage().nbytes() // like.element_size()
-                    memory = torch.empty(size, dtype=like.dtype, device=device)
-                    tensor = memory.as_strided(like.shape, like.stride(), like.storage_offset())
+                    with self:
+                        size = like.untyped_storage().nbytes() // like.element_size()
+                        memory = torch.empty(size, dtype=like.dtype, device=device)
+                        tensor = memory.as_strided(like.shape, like.stride(), like.storage_offset())
             self._bind(tensor, value)
             self._fakes[value] = tensor
         return self._fakes[value]
@@ -153,6 +155,18 @@ class Recorder(FakeTensorMode):
         self.operations.append(attrs.evolve(operation, results=results))
         if self.observer is not None:
             self.observer.add(self.operations[-1])
+        return results
+
+    def owns(self, memory: Iterable[int]) -> bool:
+        """Whether storages, by their addresses, are none of inputs and constants."""
+        return {fake.untyped_storage()._cdata for fake in self._fakes.values()}.isdisjoint(memory)
+
+    def add_noted(self, operation: Operation) -> tuple[Value | None, ...]:
+        """As `add`, of an operation that may draw, and belongs to the checkpointed regions of here."""
+        if operation.is_random:
+            self._drawn(operation.op, operation.source)
+        results = self.add(operation)
+        self.regions.note(self.operations[-1])
         return results
 
     def line(self) -> Source | None:

@@ -50,6 +50,7 @@ class JitOptions(TypedDict, total=False):
     keep_sharded: KeepSharded | None
     reduce_dtype: torch.dtype | None
     rng: Rng
+    reuse_layers: bool
 
 
 def _argnums(numbers: int | Sequence[int]) -> tuple[int, ...]:
@@ -88,6 +89,11 @@ def _check_backend(_: Any, attribute: attrs.Attribute[str], value: str) -> None:
 def _check_reduce_dtype(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
     if not isinstance(value, torch.dtype) or not value.is_floating_point:
         raise PlanError(f"reduce_dtype must be a floating dtype, as torch.float32 (got {value!r:.80}).")
+
+
+def _check_flag(_: Any, attribute: attrs.Attribute[bool], value: Any) -> None:
+    if not isinstance(value, bool):
+        raise PlanError(f"{attribute.name} must be True or False (got {value!r:.80}).")
 
 
 def _check_machine(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
@@ -162,3 +168,4 @@ class Options:
     reduce_dtype: torch.dtype | None = attrs.field(default=None, validator=optional(_check_reduce_dtype))
     static_argnames: tuple[str, ...] = attrs.field(default=(), converter=_argnames)
     rng: Rng = attrs.field(default="torch", validator=_one_of("torch", "counter"))
+    reuse_layers: bool = attrs.field(default=True, validator=_check_flag)

@@ -1,4 +1,4 @@
-"""Loops and branches under vmap: a construct whose body is batched.
+"""Loops, branches and layers under vmap: a construct whose body is batched.
 
 As in JAX, a predicate that differs between items makes a branch compute both sides and select, and a loop run until it
 is done for all items; an item that is done keeps its carries.
@@ -18,7 +18,7 @@ from spmd.ir.effects import Effect
 from spmd.ir.graph import Graph
 from spmd.ir.regions import NEXT
 from spmd.tracing.loops.closed import Closed
-from spmd.tracing.loops.constructs import Body, Branch, Construct, Loop, While, with_equal_inputs
+from spmd.tracing.loops.constructs import Body, Branch, Construct, Loop, Subprogram, While, with_equal_inputs
 from spmd.tracing.loops.per_rank import again
 from spmd.tracing.loops.replay import Apply, body_of, run
 from spmd.tracing.source import where
@@ -43,6 +43,8 @@ def batched(
         return batch.loop(construct, in_dims, operands)
     if isinstance(construct, While):
         return batch.while_(construct, in_dims, operands)
+    if isinstance(construct, Subprogram):
+        return batch.subprogram(construct, in_dims, operands)
     return batch.branch(construct, in_dims, operands)
 
 
@@ -138,6 +140,19 @@ class _Batch:
         tested = body_of(some, like, condition.outputs, condition.functions)
         closed = body_of(masked, like, body.outputs, body.functions)
         return with_equal_inputs(len(like), tested.body, closed.body), (*tested.closed_over, *closed.closed_over)
+
+    def subprogram(self, called: Subprogram, in_dims: Dims, operands: Sequence[torch.Tensor]) -> Any:
+        has = tuple(dim is not None for dim in in_dims)
+        left = _depending(called.body.graph, has)
+
+        def make() -> tuple[Subprogram, tuple[torch.Tensor, ...]]:
+            closed = self.program(called.body, has, left)
+            return Subprogram(closed.body), closed.closed_over
+
+        of_batches, constants = called.once((self.size, self.randomness, has), make)
+        given = [self.moved(x, dim, 0 if dim is not None else None) for x, dim in zip(operands, in_dims, strict=True)]
+        results = self.apply(of_batches, *given, *constants)
+        return tuple(results), tuple(0 if each else None for each in left)
 
     def branch(self, branch: Branch, in_dims: Dims, operands: Sequence[torch.Tensor]) -> Any:
         has = [dim is not None for dim in in_dims]

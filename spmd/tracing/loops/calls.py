@@ -1,4 +1,4 @@
-"""Calls of loops and branches in a trace, with the rules by which transforms act on them."""
+"""Calls of loops, branches and layers in a trace, with the rules by which transforms act on them."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch._C._functorch import TransformType, peek_interpreter_stack
 from spmd.core.value_types import is_continuous
 from spmd.errors import TraceError
 from spmd.ir.effects import Effect
-from spmd.tracing.active_transforms import active_transforms
+from spmd.tracing.active_transforms import active_transforms, unwrapped
 from spmd.tracing.autograd_functions import needs_grad
 from spmd.tracing.checkpointed import is_checkpointed
 from spmd.tracing.closures import ClosureLifting
 from spmd.tracing.loops.batching import batched
 from spmd.tracing.loops.closed import Closed, close
-from spmd.tracing.loops.constructs import Body, Branch, Construct, Loop, While, with_equal_inputs
+from spmd.tracing.loops.constructs import Body, Branch, Construct, Loop, Subprogram, While, with_equal_inputs
 from spmd.tracing.loops.derivatives import Differentiated, From, differentiated
 from spmd.tracing.loops.forward_mode import Dual
 from spmd.tracing.loops.per_rank import (
@@ -173,6 +173,42 @@ def _raising(function: Callable[..., Tensors], wanted: Sequence[Types]) -> Calla
     return call
 
 
+def subprogram(
+    function: Callable[..., Tensors], *operands: torch.Tensor
+) -> tuple[Subprogram, tuple[torch.Tensor, ...]] | None:
+    """A function of tensors as a program that other operands may be given, and the tensors that it closes over.
+
+    None if a result is not contiguous, or has the memory of an operand or of another result: then what the caller does
+    with it depends on more than its value.
+    """
+    are_plain: list[bool] = []
+
+    def checked(*tensors: torch.Tensor) -> Tensors:
+        results = function(*tensors)
+        if not are_plain:
+            are_plain.append(_are_plain(results, tensors))
+        return results
+
+    closed = close(checked, *operands)
+    return (Subprogram(closed.body), closed.closed_over) if are_plain[0] and not closed.body.functions else None
+
+
+def _are_plain(results: Tensors, operands: Sequence[torch.Tensor]) -> bool:
+    """Whether results are contiguous, and each is an operand or has memory of its own."""
+    trace = running_trace()
+    assert isinstance(trace, ClosureLifting)
+    made = [x for x in results if not any(x is operand for operand in operands)]
+    memory = [trace.finish(unwrapped(x)).untyped_storage()._cdata for x in made]
+    return all(x.is_contiguous() for x in made) and len(set(memory)) == len(memory) and trace.recorder.owns(memory)
+
+
+def call_subprogram(called: Subprogram, *operands: torch.Tensor) -> Tensors:
+    """Call a program with operands, those that it closes over last; what it returns as it gets it, is the operand."""
+    given = dict(zip(called.body.inputs, operands, strict=True))
+    results = zip(apply(called, *operands), called.body.outputs, strict=True)
+    return [given.get(value, x) for x, value in results]
+
+
 def apply(construct: Construct, *operands: torch.Tensor) -> Tensors:
     """Call a construct on tensors of the trace that is running, or of one around it."""
     operands = tuple(map(running_trace().take, operands))
@@ -181,7 +217,7 @@ def apply(construct: Construct, *operands: torch.Tensor) -> Tensors:
     if isinstance(construct, While) or not is_recorded or not continuous:
         return _call(construct, operands)
     found = _differentiated(construct, operands)
-    if is_checkpointed() and construct.may_run_again:
+    if is_checkpointed() and construct.may_run_again and not isinstance(construct, Subprogram):
         return _call(construct, operands, how=found)
     results = _call(found.forward, (*operands, *found.constants), how=found)[: found.count]
     return [x.clone() for x in results]  # to which the function may write, where the derivative reads what it was
@@ -227,7 +263,8 @@ class _Call(torch.autograd.Function):
         assert isinstance(trace, ClosureLifting)
         recorder, device = trace.recorder, operands[0].device if operands else torch.device("cpu")
         given = [recorder.value(trace.finish(trace.take(operand))) for operand in operands]
-        return tuple(trace.made(value, device) for value in construct.record(recorder.add, given, recorder.line()))
+        record = recorder.add_noted if isinstance(construct, Subprogram) else recorder.add
+        return tuple(trace.made(value, device) for value in construct.record(record, given, recorder.line()))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:

@@ -1,9 +1,9 @@
-"""Loops and branches over closed programs: as what is recorded, and as what is found again in a recorded program."""
+"""Loops, branches and layers over closed programs: as what is recorded, and found again in a recorded program."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import attrs
 import torch
@@ -32,6 +32,7 @@ from spmd.tracing.loops.per_rank import again, declare_constants
 Record: TypeAlias = Callable[[Operation], tuple[Value | None, ...]]
 """Records an operation, and returns new values for its results."""
 
+_Made = TypeVar("_Made")
 NUMBER = TensorMeta((), torch.int64)
 
 
@@ -199,7 +200,44 @@ class Branch:
         return [call(MERGE, x, y, meta=x.meta) for x, y in zip(*left, strict=True)]
 
 
-Construct: TypeAlias = Loop | While | Branch
+@attrs.frozen(eq=False)
+class Subprogram:
+    """A program that is called several times, each time with other operands.
+
+    Args:
+        body: the program.
+    """
+
+    body: Body
+    _made: dict[Any, Any] = attrs.field(factory=dict, init=False, repr=False)
+
+    @property
+    def may_run_again(self) -> bool:
+        """As of `Body`."""
+        return self.body.may_run_again
+
+    @property
+    def inputs(self) -> tuple[Value | None, ...]:
+        """As of `Loop`."""
+        return self.body.inputs
+
+    @property
+    def results(self) -> tuple[TensorMeta, ...]:
+        """The shapes and dtypes of the results."""
+        return tuple(value.meta for value in self.body.outputs)
+
+    def record(self, record: Record, operands: Sequence[Value], source: Source | None) -> list[Value]:
+        """As of `Loop`: its operations."""
+        return Caller(record, source).all(self.body.graph, operands)
+
+    def once(self, key: Any, make: Callable[[], _Made]) -> _Made:
+        """What a transform makes of the program, for all calls: `key` says by what it differs."""
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]  # type: ignore[no-any-return]
+
+
+Construct: TypeAlias = Loop | While | Branch | Subprogram
 
 
 def with_equal_inputs(shared: int, first: Body, second: Body) -> tuple[Body, Body]:

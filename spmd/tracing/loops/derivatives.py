@@ -1,4 +1,4 @@
-"""Reverse mode of loops and branches: a construct that also returns what its derivative reads, and the derivative.
+"""Reverse mode of loops, branches and subprograms: a construct that returns what its derivative reads, too, and that.
 
 The derivative of a loop is a loop in the other direction, whose carries are the cotangents of carries and the sums of
 the cotangents of fixed values. What it reads of a trip is stacked by the first loop, unless it is an item or fixed.
@@ -22,7 +22,7 @@ from spmd.errors import TraceError
 from spmd.ir.graph import Graph, Operation, Value
 from spmd.ir.regions import NEXT
 from spmd.tracing.loops.closed import without_constants
-from spmd.tracing.loops.constructs import Body, Branch, Construct, Loop
+from spmd.tracing.loops.constructs import Body, Branch, Construct, Loop, Subprogram
 from spmd.tracing.loops.per_rank import again
 from spmd.tracing.loops.replay import Apply, retrace, run, transformed
 from spmd.tracing.manual.partition import Joint
@@ -92,6 +92,8 @@ def differentiated(construct: Construct, apply: Apply, needed: Sequence[bool]) -
         return _loop(construct, apply, needed)
     if isinstance(construct, Branch):
         return _branch(construct, apply, needed)
+    if isinstance(construct, Subprogram):
+        return construct.once(tuple(needed), lambda: _subprogram(construct, apply, needed))
     raise TraceError(
         f"while_loop at {where(user_source())} is differentiated in reverse mode, which has to keep values of every "
         "trip, and their number is data. Use spmd.fori_loop with integers, spmd.scan, or forward mode: torch.func.jvp; "
@@ -284,6 +286,30 @@ def _branch(branch: Branch, apply: Apply, needed: Sequence[bool]) -> Differentia
         ),
         ((From.OPERAND, 0), *places, *((From.COTANGENT, number) for number in dependent)),
         tuple(1 + number for number in inside),
+        dependent,
+        apply,
+    )
+
+
+def _subprogram(called: Subprogram, apply: Apply, needed: Sequence[bool]) -> Differentiated:
+    read = _read(called.body)
+    inputs = tuple(number for number in _numbers(needed) if number in read)
+    found = _derivative(called.body, inputs, apply)
+    places = {value: (From.OPERAND, number) for number, value in enumerate(found.primals)}
+    for number, value in enumerate(found.results):
+        places.setdefault(value, (From.RESULT, number))
+    saved = [value for value in found.reads if value not in places]
+    places |= {value: (From.RESULT, found.joint.results + number) for number, value in enumerate(saved)}
+    pulled, reads = found.backward
+    dependent = tuple(sorted(found.dependent))
+    backward = attrs.evolve(pulled, inputs=(*reads, *(found.cotangents[number] for number in dependent))).verify()
+    return Differentiated(
+        Subprogram(Body(found.joint.forward(saved))),
+        found.joint.results,
+        found.constants,
+        Subprogram(Body(backward)),
+        (*(places[value] for value in reads), *((From.COTANGENT, number) for number in dependent)),
+        inputs,
         dependent,
         apply,
     )

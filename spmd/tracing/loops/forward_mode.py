@@ -14,7 +14,7 @@ import torch
 
 from spmd.core.value_types import is_continuous
 from spmd.tracing.loops.closed import Closed
-from spmd.tracing.loops.constructs import Body, Branch, Construct, Loop, While, with_equal_inputs
+from spmd.tracing.loops.constructs import Body, Branch, Construct, Loop, Subprogram, While, with_equal_inputs
 from spmd.tracing.loops.per_rank import again
 from spmd.tracing.loops.replay import Apply, body_of, run, transformed
 
@@ -42,6 +42,7 @@ class Dual:
     @classmethod
     def of(cls, construct: Construct, moves: Sequence[bool], apply: Apply) -> Dual:
         """Make that of a construct of which some operands have tangents; `apply` calls a construct."""
+        assert not isinstance(construct, Subprogram), "layers are traced each time in forward mode"
         return _branch(construct, moves, apply) if isinstance(construct, Branch) else _loop(construct, moves, apply)
 
     def tangents(

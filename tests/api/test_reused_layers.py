@@ -1,0 +1,421 @@
+"""Equal layers are traced once: the program is the same, and unequal layers are never taken for equal ones."""
+
+import random
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import spmd
+from spmd import P
+
+
+@pytest.fixture(autouse=True)
+def _few_layers(monkeypatch):
+    monkeypatch.setattr("spmd.api.reuse.FEWEST", 3)
+
+
+MESH = spmd.make_mesh({"data": 2}, runtime="virtual")
+LAYERS, WIDTH = 4, 8
+
+
+class Scaled(nn.Module):
+    """A layer of more operators than are traced again, with attributes of which it reads some."""
+
+    def __init__(self, number: int = 0, **attributes):
+        super().__init__()
+        self.number = number
+        self.scale, self.probability, self.shared = 1.0, 0.0, None
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        vars(self).update(attributes)
+
+    def forward(self, x, mask=None, times=1.0):
+        y = F.softmax(self.down(F.gelu(self.up(self.norm(x)))), -1) * self.scale * times
+        y = y.reshape(-1, 2, WIDTH // 2).transpose(1, 2).reshape(x.shape) + y.sin().cos()
+        return x + F.dropout(y if mask is None else y * mask, self.probability, self.training)
+
+
+class Stack(nn.Module):
+    """Layers, one after the other, as a function calls them."""
+
+    def __init__(self, layers, call=lambda layer, x, number: layer(x)):
+        super().__init__()
+        self.layers, self.call = nn.ModuleList(layers), call
+
+    def forward(self, x):
+        for number, layer in enumerate(self.layers):
+            x = self.call(layer, x, number)
+        return x
+
+
+def layers(count=LAYERS, cls=Scaled, **attributes):
+    torch.manual_seed(0)
+    return [cls(number, **attributes) for number in range(count)]
+
+
+def counts(caplog):
+    """How often layers were not traced again, as the log says."""
+    texts = [record.getMessage() for record in caplog.records if "equal layers" in record.getMessage()]
+    found = Counter()
+    for text in texts:
+        for part in text.rpartition(": ")[2].rstrip(".").split(", "):
+            count, _, name = part.split(" ")
+            found[name] += int(count)
+    return dict(found)
+
+
+def state(model):
+    return {name: x.detach() for name, x in model.named_parameters()}
+
+
+def loss(model):
+    return lambda params, x: (torch.func.functional_call(model, params, (x,)) ** 2).mean()
+
+
+def compare(function, *args, specs=None, rng="torch", log=None):
+    """The values of both programs, equal bit by bit, of the same operators, and those of one device."""
+    operators, values = [], []
+    for reuse in (False, True):
+        jitted = spmd.jit(function, specs or (P(), P("data")), P(), mesh=MESH, reuse_layers=reuse, rng=rng)
+        torch.manual_seed(1)
+        with spmd.log_compiles():
+            values.append(spmd.full_tree(jitted(*args)))
+        plan = jitted.plan(*args)
+        collectives = [str(collective) for collective in jitted.lower(*args).collectives]
+        operators.append((Counter(str(operation.op) for operation in plan.request.graph.operations), collectives))
+    assert operators[0] == operators[1]
+    torch.testing.assert_close(values[1], values[0], rtol=0, atol=0)
+    if rng == "torch":
+        torch.manual_seed(1)
+        torch.testing.assert_close(values[1], function(*args))
+    return counts(log) if log is not None else None
+
+
+X = torch.randn(4, 3, WIDTH, generator=torch.Generator().manual_seed(0))
+FUNCTIONS = {
+    "values": lambda f: f,
+    "gradient": lambda f: torch.func.grad(f),
+    "gradient of both": lambda f: torch.func.grad(f, argnums=(0, 1)),
+    "vmap": lambda f: lambda p, x: torch.vmap(f, (None, 0))(p, x),
+    "vmap of gradient": lambda f: lambda p, x: torch.vmap(torch.func.grad(f), (None, 0))(p, x),
+    "gradient of vmap": lambda f: torch.func.grad(lambda p, x: torch.vmap(f, (None, 0))(p, x).sum()),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_programs_are_equal(name, caplog):
+    found = compare(FUNCTIONS[name](loss(model := Stack(layers()))), state(model), X, log=caplog)
+    alone = "gradient" in name and name != "gradient of both"  # the first layer, whose argument has no gradient
+    assert found == {"Scaled": LAYERS - 1 - alone}
+
+
+TWICE = {
+    "second derivative": lambda f: torch.func.grad(lambda p, x: torch.func.grad(f, 1)(p, x).square().sum()),
+    "jvp": lambda f: lambda p, x: torch.func.jvp(lambda x: f(p, x), (x,), (x.cos(),))[1],
+    "jvp of gradient": lambda f: lambda p, x: torch.func.jvp(torch.func.grad(lambda x: f(p, x)), (x,), (x.cos(),))[1],
+    "gradient of jvp": lambda f: torch.func.grad(lambda p, x: torch.func.jvp(lambda x: f(p, x), (x,), (x,))[1]),
+}
+
+
+@pytest.mark.parametrize("name", TWICE)
+def test_forward_mode_and_second_derivatives_trace_each_layer(name, caplog):
+    assert compare(TWICE[name](loss(model := Stack(layers()))), state(model), X, log=caplog) == {}
+
+
+def torch_grad(model, x):
+    return torch.autograd.grad(model(x).square().mean(), list(model.parameters()))
+
+
+@pytest.mark.parametrize("call", [torch_grad, lambda model, x: model(x)])
+def test_modules_as_arguments(call, caplog):
+    assert compare(call, Stack(layers()), X, log=caplog) == {"Scaled": LAYERS - 2}
+
+
+def test_gradients_of_gradients_of_autograd(caplog):
+    def function(model, x):
+        params = list(model.parameters())
+        grads = torch.autograd.grad(model(x).square().mean(), params, create_graph=True)
+        return torch.autograd.grad(sum(g.square().sum() for g in grads), params, materialize_grads=True)
+
+    model = Stack(layers())
+    found = spmd.jit(function, (P(), P("data")), P(), mesh=MESH)(model, X)
+    torch.testing.assert_close(spmd.full_tree(found), function(model, X))
+
+
+def test_parameters_that_are_frozen_have_no_gradient(caplog):
+    model = Stack(layers())
+    for layer in model.layers[1:]:
+        layer.up.requires_grad_(False)
+
+    def function(model, x):
+        params = [p for p in model.parameters() if p.requires_grad]
+        return torch.autograd.grad(model(x).square().mean(), params)
+
+    assert compare(function, model, X, log=caplog) == {"Scaled": LAYERS - 2}
+
+
+def test_checkpointed_layers(caplog):
+    call = lambda layer, x, number: checkpoint(layer, x, use_reentrant=False)  # noqa: E731
+    assert compare(torch_grad, Stack(layers(), call), X, log=caplog) == {"Scaled": LAYERS - 2}
+
+
+def test_draws_are_those_of_one_device(caplog):
+    model = Stack(layers(probability=0.25)).train()
+    assert compare(torch.func.grad(loss(model)), state(model), X, log=caplog) == {"Scaled": LAYERS - 2}
+
+
+def test_keyed_draws_differ_between_layers(caplog):
+    model = Stack(layers(probability=0.5)).train()
+    assert compare(loss(model), state(model), X, rng="counter", log=caplog) == {}
+
+
+def test_autocast(caplog):
+    def function(params, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return loss(model)(params, x)
+
+    model = Stack(layers())
+    assert compare(torch.func.grad(function), state(model), X, log=caplog) == {"Scaled": LAYERS - 2}
+
+
+def test_numbers_that_layers_do_not_read_may_differ(caplog):
+    model = Stack(layers())
+    for number, layer in enumerate(model.layers):
+        layer.up.number = layer.number = number
+    assert compare(loss(model), state(model), X, log=caplog) == {"Scaled": LAYERS - 1}
+
+
+def test_few_layers_are_traced_each_time(caplog, monkeypatch):
+    monkeypatch.setattr("spmd.api.reuse.FEWEST", LAYERS + 1)
+    assert compare(loss(model := Stack(layers())), state(model), X, log=caplog) == {}
+
+
+def test_groups_of_any_pattern(caplog):
+    made = layers(6)
+    for layer in made[1::2]:
+        layer.scale = 0.5
+    assert compare(torch.func.grad(loss(model := Stack(made))), state(model), X, log=caplog) == {"Scaled": 3}
+
+
+def test_a_layer_in_a_layer(caplog):
+    class Twice(nn.Module):
+        def __init__(self, number):
+            super().__init__()
+            self.first, self.second = Scaled(), Scaled()
+            self.second.scale = 0.5 if number == 1 else 1.0
+
+        def forward(self, x):
+            return self.second(self.first(x))
+
+    model = Stack(layers(4, Twice))
+    found = compare(torch.func.grad(loss(model)), state(model), X, log=caplog)
+    assert found["Twice"] == 1
+
+
+class Counting(Scaled):
+    def forward(self, x, mask=None, times=1.0):
+        self.number += 1
+        return super().forward(x, mask, times)
+
+
+class Buffered(Scaled):
+    def __init__(self, number):
+        super().__init__(number)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x, mask=None, times=1.0):
+        self.seen += x.detach().mean()
+        return super().forward(x, mask, times)
+
+
+class ByNumber(Scaled):
+    def forward(self, x, mask=None, times=1.0):
+        return super().forward(x, mask, times * (1 + self.number))
+
+
+class ByDict(Scaled):
+    def forward(self, x, mask=None, times=1.0):
+        return super().forward(x, mask, times * (1 + vars(self)["number"]))
+
+
+class InPlace(Scaled):
+    def forward(self, x, mask=None, times=1.0):
+        x += super().forward(x, mask, times)
+        return x
+
+
+class Viewing(Scaled):
+    def forward(self, x, mask=None, times=1.0):
+        super().forward(x, mask, times).sum()
+        return x[:, :]
+
+
+SCALES = [1.0, 2.0, 3.0, 4.0]
+
+
+class ByGlobal(Scaled):
+    def forward(self, x, mask=None, times=1.0):
+        SCALES.append(SCALES.pop(0))
+        return super().forward(x, mask, times * SCALES[0])
+
+
+class ByRandom(Scaled):
+    def forward(self, x, mask=None, times=1.0):
+        return super().forward(x, mask, times * random.Random(0).random() * (1 + 0 * random.random()))
+
+
+class ByOwner(Scaled):
+    """What it reads is an object that its owner changes between the calls."""
+
+    def forward(self, x, mask=None, times=1.0):
+        return super().forward(x, mask, times * self.shared["scale"])
+
+
+SHARED = {"scale": 1.0}
+
+
+def sharing(layer, x, number):
+    SHARED["scale"] = 1.0 + number
+    return layer(x)
+
+
+def patched(number, **attributes):
+    layer = Scaled(number)
+    forward = layer.forward
+    layer.forward = lambda x: forward(x, times=1.0 + number)
+    return layer
+
+
+def hooked(number, **attributes):
+    layer = Scaled(number)
+    layer.up.register_forward_hook(lambda module, args, output: output * (1 + number))
+    return layer
+
+
+def in_training(number, **attributes):
+    return Scaled(number, probability=0.5).train(number % 2 == 0)
+
+
+def tied(number, **attributes):
+    layer = Scaled(number)
+    if number % 2:
+        layer.down.bias = layer.norm.bias
+    return layer
+
+
+def wide(number, **attributes):
+    layer = Scaled(number)
+    layer.up, layer.down = nn.Linear(WIDTH, 8 + number), nn.Linear(8 + number, WIDTH)
+    return layer
+
+
+def in_float64(number, **attributes):
+    layer = Scaled(number)
+    return layer.double() if number % 2 else layer
+
+
+def of_other_parts(number, **attributes):
+    layer = Scaled(number)
+    layer.norm = nn.LayerNorm(WIDTH, eps=10.0**-number)
+    return layer
+
+
+UNEQUAL = {
+    "a counter": (Counting, None, {}),
+    "a number that is read": (ByNumber, None, {}),
+    "a number that is read of all attributes": (ByDict, None, {}),
+    "an argument that is written": (InPlace, lambda layer, x, number: layer(x.clone()), {}),
+    "a view": (Viewing, None, {}),
+    "a global that changes": (ByGlobal, None, {}),
+    "random numbers of Python": (ByRandom, None, {}),
+    "an object that changes": (lambda number: ByOwner(number, shared=SHARED), sharing, {}),
+    "a method of the object": (patched, None, {}),
+    "hooks": (hooked, None, {}),
+    "ties": (tied, None, {"Scaled": 2}),
+    "widths": (wide, None, {}),
+    "numbers of submodules": (of_other_parts, None, {}),
+    "another argument": (Scaled, lambda layer, x, number: layer(x, None, 1.0 + number), {}),
+    "a missing argument": (Scaled, lambda layer, x, number: layer(x, x if number % 2 else None), {"Scaled": 2}),
+    "another dtype": (
+        Scaled,
+        lambda layer, x, number: layer(x, x.double() if number % 2 else x).float(),
+        {"Scaled": 2},
+    ),
+    "no gradients": (
+        Scaled,
+        lambda layer, x, number: without_grad(layer, x) if number % 2 else layer(x),
+        {"Scaled": 2},
+    ),
+    "one tensor twice": (Scaled, lambda layer, x, number: layer(x, x if number % 2 else x.sin()), {"Scaled": 2}),
+    "strides": (Scaled, lambda layer, x, number: layer(x, x.mT.contiguous().mT if number else x), {}),
+}
+
+
+def without_grad(layer, x):
+    with torch.no_grad():
+        return x + layer(x)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", UNEQUAL)
+def test_unequal_layers(name, caplog):
+    cls, call, expected = UNEQUAL[name]
+    torch.manual_seed(0)
+    model = Stack([cls(number) for number in range(LAYERS)], call or (lambda layer, x, number: layer(x)))
+    jitted = {}
+    random.seed(0)
+    expected_value = loss(model)(state(model), X)
+    for reuse in (False, True):
+        SCALES[:] = [1.0, 2.0, 3.0, 4.0]
+        for number, layer in enumerate(model.layers):
+            layer.number = number
+        random.seed(0)
+        with spmd.log_compiles():
+            jitted[reuse] = spmd.jit(loss(model), (P(), P("data")), P(), mesh=MESH, reuse_layers=reuse)(state(model), X)
+    assert counts(caplog) == expected
+    torch.testing.assert_close(jitted[True].full_tensor(), jitted[False].full_tensor(), rtol=0, atol=0)
+    if name not in ("a counter", "a global that changes", "random numbers of Python"):
+        torch.testing.assert_close(jitted[True].full_tensor(), expected_value)
+
+
+def test_buffers_that_are_written(caplog):
+    def function(model, x):
+        return model(x), [layer.seen for layer in model.layers]
+
+    model = Stack(layers(cls=Buffered))
+    with spmd.log_compiles():
+        found = spmd.full_tree(spmd.jit(function, (P(), P("data")), P(), mesh=MESH)(model, X))
+    torch.testing.assert_close(found, function(Stack(layers(cls=Buffered)), X))
+    torch.testing.assert_close([layer.seen for layer in model.layers], found[1])
+    assert counts(caplog) == {}
+
+
+def test_layers_in_loops_and_shard_map_bodies_are_traced_each_time(caplog):
+    made = nn.ModuleList(layers())
+
+    def function(params, x):
+        def trip(x, _):
+            return torch.func.functional_call(Stack(made), params, (x,)), x.sum()
+
+        carry, _ = spmd.scan(trip, x, None, length=2)
+        return carry.mean()
+
+    assert compare(function, state(Stack(made)), X, log=caplog) == {}
+
+
+def test_uneven_meshes(caplog):
+    mesh = spmd.make_mesh({"data": 3}, runtime="virtual")
+    model = Stack(layers())
+    function = torch.func.grad(loss(model))
+    with spmd.log_compiles():
+        found = spmd.jit(function, (P(), P("data")), P(), mesh=mesh)(state(model), X)
+    torch.testing.assert_close(spmd.full_tree(found), function(state(model), X))
+    assert counts(caplog) == {"Scaled": LAYERS - 2}
+
+
+def test_the_option_is_a_flag():
+    with pytest.raises(spmd.errors.PlanError, match="reuse_layers must be True or False"):
+        spmd.jit(lambda x: x, P(), P(), mesh=MESH, reuse_layers="yes")
