@@ -132,7 +132,7 @@ class Compiled(Generic[_Result]):
 
     def _trace(self) -> Traced:
         layout, function = self.signature.layout, self._function
-        if self.options.reuse_layers:
+        if self.options.reuse_layers and (self._has_modules or self.hidden.modules):
             function = _reusing_layers(function, self._parameters.name)
         return trace(function, self._args, static_argnums=layout.static, labels=layout.labels, rng=self.options.rng)
 

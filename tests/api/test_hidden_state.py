@@ -2,6 +2,7 @@
 
 import argparse
 import collections
+import contextvars
 import dataclasses
 import functools
 import itertools
@@ -309,6 +310,32 @@ class Functions:
         return lambda x: model(x), lambda: globals().update(SCALE=SCALE + 1)
 
     @staticmethod
+    def cached_method_of_a_module():
+        model = Caching()
+
+        def change():
+            globals().update(SCALE=SCALE + 1)
+            Caching.scale.cache_clear()
+
+        return lambda x: model(x), change
+
+    @staticmethod
+    def variable_of_the_context():
+        variable = contextvars.ContextVar("scale", default=2.0)
+        return lambda x: x * variable.get(), lambda: variable.set(3.0)
+
+    @staticmethod
+    def object_in_a_variable_of_the_context():
+        variable = contextvars.ContextVar("settings")
+        variable.set(settings := types.SimpleNamespace(scale=2.0))
+        return lambda x: x * variable.get().scale, change_scale(settings)
+
+    @staticmethod
+    def variable_of_the_context_without_a_value():
+        variable = contextvars.ContextVar("scale")
+        return lambda x: x * variable.get(2.0), lambda: variable.set(3.0)
+
+    @staticmethod
     def hook_of_a_module():
         model, scale = nn.Linear(4, 4), 2.0
 
@@ -329,6 +356,17 @@ class Functions:
             n = 4.0
 
         return lambda x: inner(x) + 1, change
+
+
+class Caching(nn.Module):
+    """A module with a method that keeps its results."""
+
+    @functools.lru_cache(maxsize=4)  # noqa: B019
+    def scale(self):
+        return SCALE
+
+    def forward(self, x):
+        return x * self.scale()
 
 
 CASES = [name for name in vars(Functions) if not name.startswith("_")]

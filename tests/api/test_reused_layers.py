@@ -1,5 +1,7 @@
 """Equal layers are traced once: the program is the same, and unequal layers are never taken for equal ones."""
 
+import contextvars
+import functools
 import random
 from collections import Counter
 
@@ -267,6 +269,25 @@ class ByRandom(Scaled):
         return super().forward(x, mask, times * random.Random(0).random() * (1 + 0 * random.random()))
 
 
+VARIABLE = contextvars.ContextVar("scale", default=1.0)
+
+
+class ByContext(Scaled):
+    def forward(self, x, mask=None, times=1.0):
+        VARIABLE.set(VARIABLE.get() + 0.5)
+        return super().forward(x, mask, times * VARIABLE.get())
+
+
+class ByCachedMethod(Scaled):
+    @functools.lru_cache(maxsize=64)  # noqa: B019
+    def scale_of(self):
+        SCALES.append(SCALES.pop(0))
+        return SCALES[0]
+
+    def forward(self, x, mask=None, times=1.0):
+        return super().forward(x, mask, times * self.scale_of())
+
+
 class ByOwner(Scaled):
     """What it reads is an object that its owner changes between the calls."""
 
@@ -331,6 +352,8 @@ UNEQUAL = {
     "a view": (Viewing, None, {}),
     "a global that changes": (ByGlobal, None, {}),
     "random numbers of Python": (ByRandom, None, {}),
+    "a variable of the context": (ByContext, None, {}),
+    "a cached method": (ByCachedMethod, None, {}),
     "an object that changes": (lambda number: ByOwner(number, shared=SHARED), sharing, {}),
     "a method of the object": (patched, None, {}),
     "hooks": (hooked, None, {}),
@@ -367,17 +390,20 @@ def test_unequal_layers(name, caplog):
     model = Stack([cls(number) for number in range(LAYERS)], call or (lambda layer, x, number: layer(x)))
     jitted = {}
     random.seed(0)
+    VARIABLE.set(1.0)
     expected_value = loss(model)(state(model), X)
     for reuse in (False, True):
         SCALES[:] = [1.0, 2.0, 3.0, 4.0]
         for number, layer in enumerate(model.layers):
             layer.number = number
         random.seed(0)
+        VARIABLE.set(1.0)
+        ByCachedMethod.scale_of.cache_clear()
         with spmd.log_compiles():
             jitted[reuse] = spmd.jit(loss(model), (P(), P("data")), P(), mesh=MESH, reuse_layers=reuse)(state(model), X)
     assert counts(caplog) == expected
     torch.testing.assert_close(jitted[True].full_tensor(), jitted[False].full_tensor(), rtol=0, atol=0)
-    if name not in ("a counter", "a global that changes", "random numbers of Python"):
+    if name not in ("a counter", "a global that changes", "a cached method", "a variable of the context"):
         torch.testing.assert_close(jitted[True].full_tensor(), expected_value)
 
 

@@ -82,7 +82,25 @@ class Closure:
         return self.name
 
 
-Step: TypeAlias = Attribute | Item | ClassMember | Closure
+class Unset:
+    """What a variable of the context without a value has."""
+
+
+@attrs.frozen
+class ContextValue:
+    """The value of a `contextvars.ContextVar`, `Unset` without one: its default stays what it is."""
+
+    def of(self, owner: Any) -> Any:
+        return owner.get(Unset)
+
+    def code(self, owner: str, refer: Refer) -> str:
+        return f"{owner}.get({refer(Unset)})"
+
+    def label(self, owner: str) -> str:
+        return f"{owner}.get()"
+
+
+Step: TypeAlias = Attribute | Item | ClassMember | Closure | ContextValue
 
 
 class Access:

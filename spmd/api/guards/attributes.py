@@ -53,6 +53,7 @@ _METADATA = frozenset(
     ["shape", "dtype", "device", "ndim", "size", "dim", "is_cuda", "numel", "requires_grad", "layout"]
 )
 _FIELD = type(vars(collections.namedtuple("_Named", "field"))["field"])  # what reads a field of a named tuple
+_Cached = type(functools.lru_cache(len))
 
 
 class Attributes(Following):
@@ -178,7 +179,8 @@ class Attributes(Following):
             return UNKNOWN
         is_class = isinstance(access.value, type)
         holder = self.root(base, base.__name__, line, watched=is_own(base))
-        if isinstance(raw, (FunctionType, property, classmethod, staticmethod, functools.cached_property)):
+        followed = (FunctionType, property, classmethod, staticmethod, functools.cached_property, _Cached)
+        if isinstance(raw, followed):
             if not is_class:
                 access.expect(OfType)
                 if isinstance(raw, FunctionType) and access.is_compared and attributes_of(access.value):
@@ -203,6 +205,9 @@ class Attributes(Following):
         if isinstance(raw, classmethod):
             owner = access if isinstance(access.value, type) else self.root(type(access.value), access.label, line)
             return (Bound(member.child(Attribute("__func__"), raw.__func__, line, watched=member.watched), owner),)
+        if isinstance(raw, _Cached):
+            inner = member.child(Attribute("__wrapped__"), raw.__wrapped__, line, watched=member.watched)
+            return (inner,) if isinstance(access.value, type) else (Bound(inner, access),)
         if isinstance(access.value, type):
             return UNKNOWN
         name = "fget" if isinstance(raw, property) else "func"

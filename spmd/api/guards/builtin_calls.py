@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import torch
 
-from spmd.api.guards.access import Access, Attribute, Line
+from spmd.api.guards.access import Access, Attribute, ContextValue, Line, Unset
 from spmd.api.guards.checks import ByIdentity, OfMeta, OfSize, OfType
 from spmd.api.guards.kinds import MAPPINGS, ROWS, SETS, is_plain
 from spmd.api.guards.things import UNKNOWN, Fixed, Parts, Values, constant, plain_value, union
@@ -45,6 +46,8 @@ METHODS = WRITERS | READING_WRITERS | frozenset(_READERS)
 
 def method(reader: Reader, owner: Any, name: str, args: list[Values], named: dict[str, Values], line: Line) -> Values:
     """The result of a method of one of Python's own objects."""
+    if isinstance(owner, Access) and isinstance(owner.value, ContextVar):
+        return _of_context(reader, owner, name, args, line)
     if name in WRITERS | READING_WRITERS:
         known, key = plain_value(args[0]) if args else (False, None)
         reader.writes(owner, "item", key if known and name == "setdefault" else None, line)
@@ -75,6 +78,22 @@ def method(reader: Reader, owner: Any, name: str, args: list[Values], named: dic
             return UNKNOWN
         return constant(result) if is_plain(result) else UNKNOWN
     return UNKNOWN
+
+
+def _of_context(reader: Reader, owner: Access, name: str, args: list[Values], line: Line) -> Values:
+    """The result of a method of a variable of the context."""
+    if name != "get":
+        reader.writes(owner, "value", None, line)
+        return UNKNOWN
+    step = ContextValue()
+    held = owner.child(step, step.of(owner.value), line)
+    if held.value is not Unset:
+        return (held,)
+    held.expect(ByIdentity)
+    try:
+        return args[0] if args else (reader.root(owner.value.get(), owner.label, line),)
+    except LookupError:
+        return UNKNOWN
 
 
 def _entries(reader: Reader, owner: Any, name: str, line: Line) -> Values:
