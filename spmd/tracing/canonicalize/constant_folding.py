@@ -50,6 +50,8 @@ def _fill_of(operation: Operation, fills: Mapping[Value, Number]) -> Number | No
         return None
     if operation.op is aten.full.default:
         number = operation.args[1]
+        if type(number) is int and operation.tensors[0].meta.dtype.is_floating_point and int(float(number)) == number:
+            return float(number)  # one form of equal tensors
         return number if isinstance(number, Number) else None
     known = all(operand in fills for operand in operation.operands)
     if not operation.operands or not known or len(operation.results) != 1:
