@@ -82,7 +82,11 @@ class Transform:
                 "values, push = torch.func.linearize(g, CHOSEN)",
                 "return [*values, *push(TANGENTS)]",
             ],
-            Kind.VMAP: [f"return torch.func.vmap(f, in_dims={self.in_dims}, out_dims={self.out_dim})({names})"],
+            # not by out_dims=-1, with which torch reads beyond the shape of a result that has no batch
+            Kind.VMAP: [
+                f"rows = torch.func.vmap(f, in_dims={self.in_dims})({names})",
+                f"return [row.movedim(0, {self.out_dim}) for row in rows]",
+            ],
             Kind.ROW_GRAD: [
                 f"slope = torch.func.grad_and_value(loss, argnums={self.argnums})",
                 f"grads, value = torch.func.vmap(slope, in_dims={self.in_dims})({names})",
