@@ -171,6 +171,30 @@ def test_second_derivatives_of_what_is_detached_or_written(body: Callable[[Tenso
         close(spmd.jit(transformed, P("data"), mesh=MESH)(x), transformed(x))
 
 
+@pytest.mark.parametrize("transform", ["grad of vmap", "vmap of grad", "jvp of vmap"])
+def test_each_item_of_a_batch_has_the_derivative_of_its_own_side(transform: str) -> None:
+    """That of the other one is infinite: JAX, which selects from both, has NaN."""
+    side: Callable[..., Any] = lambda r: spmd.cond(r > 0, torch.sqrt, lambda r: r * 3, r)  # noqa: E731
+    transforms: dict[str, Callable[[Tensor], Any]] = {
+        "grad of vmap": torch.func.grad(lambda x: torch.vmap(side)(x).sum()),
+        "vmap of grad": torch.vmap(torch.func.grad(side)),
+        "jvp of vmap": lambda x: torch.func.jvp(torch.vmap(side), (x,), (torch.ones_like(x),))[1],
+    }
+    x = torch.tensor([0.0, 1.0, 4.0, 0.0])
+    close(spmd.jit(transforms[transform], P("data"), mesh=MESH)(x), torch.tensor([3.0, 0.5, 0.25, 3.0]))
+
+
+def test_tangents_of_tangents_after_other_programs() -> None:
+    def loop(x: Tensor) -> Tensor:
+        return spmd.scan(lambda c, r: (torch.sin(c * r), None), x, torch.stack([x.cos(), x]))[0]
+
+    tangent: Callable[[Callable[..., Any]], Callable[..., Any]] = TWICE["jvp"]
+    x = torch.arange(1.0, 5.0, dtype=torch.float64)
+    for transform in (torch.vmap, torch.func.jacfwd, tangent, lambda f: tangent(tangent(f)), TWICE["hessian"]):
+        transformed = transform(loop)
+        close(spmd.jit(transformed, P("data"), mesh=MESH)(x), transformed(x))
+
+
 def test_effects_run_in_order(capfd: pytest.CaptureFixture[str]) -> None:
     def body(c: Tensor, _: None) -> Any:
         spmd.debug.print("{}", c)
