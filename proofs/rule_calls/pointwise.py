@@ -37,6 +37,8 @@ POINTWISE = {
     aten.addcmul.default: [call(f(4, 5), f(4, 5), f(5), value=-2.0)],
     aten.addcdiv.default: [call(f(4, 5), f(4, 5), f(5), value=-2.0)],
     aten.lerp.Scalar: [call(f(4, 5), f(4, 5), 0.3)],
+    aten._standard_gamma_grad.default: [call(f(4, 5).exp(), f(4, 5).exp())],
+    aten._dirichlet_grad.default: [call(f(4, 5).sigmoid(), f(4, 5).exp(), f(4, 5).exp() + 3)],
     aten.lerp.Tensor: [call(f(4, 5), f(4, 5), f(4, 5).sigmoid())],
     aten.where.self: [call(b(4, 5), f(4, 5), f(4, 5)), call(b(4, 1), f(5), f())],
     aten.where.ScalarOther: [call(b(4, 5), f(4, 5), 2.0), call(b(4, 5), f(4, 5), 0.0)],

@@ -228,6 +228,29 @@ def _geometric(draw: _Draw, self: Tensor, p: float) -> Tensor:
     return (draw.like("exponential", self, torch.float64) / -math.log1p(-p)).ceil().clamp(min=1).to(self.dtype)
 
 
+def _standard_gamma(draw: _Draw, self: Tensor) -> Tensor:
+    """Marsaglia and Tsang's method, by which a candidate is accepted with a probability of 95% at least.
+
+    Of candidates that do not end, as theirs, 12 are drawn: all are rejected once in 10^15 draws, and the first counts.
+    """
+    dtype = _computed_in(self.dtype)
+    alpha, size = self.to(dtype), (12, *self.shape)
+    shape = torch.where(alpha < 1, alpha + 1, alpha) - 1 / 3
+    x = draw.part(0)("normal", size, dtype, self.device)
+    candidates = (1 + x * (shape * 9).rsqrt()).pow(3)
+    bound = x.square() / 2 + shape * (1 - candidates + candidates.log())  # NaN where a candidate is negative
+    accepted = draw.part(1)("exponential", size, dtype, self.device) > -bound
+    found = candidates.gather(0, accepted.to(torch.int8).argmax(0, keepdim=True)).squeeze(0) * shape
+    below_one = (-draw.part(2).like("exponential", self, dtype) / alpha).exp()
+    found = torch.where(alpha < 1, found * below_one, found)
+    return found.clamp(min=torch.finfo(dtype).tiny).to(self.dtype)
+
+
+def _dirichlet(draw: _Draw, self: Tensor) -> Tensor:
+    found = _standard_gamma(draw, self)
+    return (found / found.sum(-1, keepdim=True)).clamp(min=torch.finfo(found.dtype).tiny)
+
+
 def _hits(draw: _Draw, like: Tensor, p: float) -> Tensor:
     """Booleans that are true with a probability, a multiple of 2^-32; one of 2^-16 takes half as many bits."""
     if not 0 <= p <= 1:
@@ -287,7 +310,7 @@ _DRAWS: Mapping[str, Callable[..., Any]] = {
     "uniform": _uniform, "normal_functional": _normal, "log_normal": _log_normal, "exponential": _exponential,
     "cauchy": _cauchy, "geometric": _geometric, "random": _random, "bernoulli": _bernoulli,
     "native_dropout": _native_dropout, "_fused_dropout": _fused_dropout, "rrelu_with_noise": _rrelu_with_noise,
-    "multinomial": _multinomial,
+    "multinomial": _multinomial, "_standard_gamma": _standard_gamma, "_sample_dirichlet": _dirichlet,
     "normal": lambda draw, self=None, mean=0.0, std=1.0, **given: (
         _normal_of(draw, mean, std, **given) if self is None else _normal(draw, self, mean, std)
     ),

@@ -117,6 +117,8 @@ def distributed(x):
         torch.multinomial(p, 3), torch.multinomial(p, 30, replacement=True), distributions.Normal(x, 1.0).rsample(),
         distributions.Categorical(logits=x).sample((2,)), distributions.Laplace(x, 1.0).rsample(),
         distributions.Uniform(x, x + 1).sample(), distributions.Bernoulli(p).sample(),
+        distributions.Gamma(p, 2.0).rsample(), distributions.Beta(p, p + 1).sample(),
+        distributions.Dirichlet(p).sample(), distributions.StudentT(p + 1).sample(),
     ]  # fmt: skip
 
 
@@ -175,6 +177,26 @@ def test_samples_are_those_of_their_distributions():
         error = 5 * value.std() / math.sqrt(count)
         assert abs(value.mean() - other.mean()) < 2 * error
         assert abs(value.std() / other.std() - 1) < 0.05
+
+
+@pytest.mark.parametrize("alpha", [0.05, 0.5, 1.0, 3.0, 200.0])
+def test_gamma_numbers_have_the_distribution_of_torch(alpha):
+    count = 20_000
+    x = torch.full((count, 2), alpha)
+    draw, differentiated = torch._standard_gamma, torch.func.grad(lambda x: torch._standard_gamma(x).sum())
+    jitted = by_counter(lambda x: [draw(x), torch._sample_dirichlet(x)], P("x"), P("x"), "3")
+    assert () == jitted.plan(x).comms
+    gamma, dirichlet = full(jitted, x)
+    for found, expected in ((gamma, draw(x)), (dirichlet, torch._sample_dirichlet(x))):
+        for column in (0, 1):
+            values, others = (y[:, column].sort().values for y in (found, expected))
+            # the statistic of Kolmogorov and Smirnov, which is larger once in 10^5 times
+            steps = torch.searchsorted(values, others, right=True) - torch.arange(1, count + 1)
+            if alpha > 0.1:  # torch's smallest numbers are equal, too
+                assert steps.abs().max() < 2.5 * math.sqrt(2 * count)
+        torch.testing.assert_close(found.mean(), expected.mean(), rtol=0.02 + 0.05 / alpha**0.5, atol=0)
+    slopes, theirs = full(lambda x: [by_counter(differentiated, P("x"), P("x"), "2")(x)], x)[0], differentiated(x)
+    torch.testing.assert_close(slopes.mean(), theirs.mean(), rtol=0.05, atol=0)
 
 
 def scanned(x):
@@ -332,7 +354,7 @@ def test_a_fork_around_draws_from_torchs_generator_is_refused():
 
 REFUSED = {
     "generator": (lambda x: torch.rand(4, generator=torch.Generator()), r"torch.Generator of its own.*random.key"),
-    "gamma": (lambda x: torch._standard_gamma(x.abs()), r"_standard_gamma.* has no form by a key.*rng=\"torch\""),
+    "poisson": (lambda x: torch.poisson(x.abs()), r"poisson.* has no form by a key.*rng=\"torch\""),
     "seeded": (lambda x: [torch.manual_seed(0), torch.rand(4)][1], r"changes torch's random generator at"),
     "state": (lambda x: [torch.set_rng_state(STATE), torch.rand(4)][1], r"state of a generator is set at .*fork_rng"),
     "high": (lambda x: torch.randint_like(x, torch.tensor(4)), "no form by a key"),

@@ -77,5 +77,5 @@ POINTWISE = table({
     "ldexp.Tensor": pointwise(carry("self")),
     "logit_backward": pointwise(carry("grad_output")),
     "conj_physical _conj_physical": pointwise(carry("self")),
-    "rrelu_with_noise_functional": pointwise(),
+    "rrelu_with_noise_functional _standard_gamma_grad _dirichlet_grad": pointwise(),
 })  # fmt: skip
