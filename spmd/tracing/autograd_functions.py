@@ -39,7 +39,7 @@ _apply = _Function.apply.__func__
 def _apply_in_trace(cls: Any, *args: Any, **kwargs: Any) -> Any:
     """In a trace under torch.func a function that supports it; else torch's own `apply`."""
     if is_tracing() and not cls.__module__.startswith(("spmd.", _OF_OPERATORS)):
-        running_trace().functions.append(cls.__name__)
+        running_trace().functions.append(f"autograd.Function {cls.__name__}")
     if not is_tracing() or not torch._C._are_functorch_transforms_active():
         return _apply(cls, *args, **kwargs)
     if cls.setup_context is not _Function.setup_context or kwargs:

@@ -24,6 +24,7 @@ from spmd.ir.graph import Value, iterate_leaves, map_leaves
 from spmd.ir.variants import Unevenness
 from spmd.tracing.active_transforms import unwrapped
 from spmd.tracing.assignments import fill_masked
+from spmd.tracing.autograd_functions import needs_grad
 from spmd.tracing.ctc import ctc_loss
 from spmd.tracing.differentiable import DIFFERENTIABLE
 from spmd.tracing.distributions import VALUE_DEPENDENT, for_distributions
@@ -111,6 +112,13 @@ class ClosureLifting(TorchFunctionMode):
                 return self.__torch_function__(func, types, args, kwargs)
             finally:
                 self.recorder.in_no_grad = not self.recorder.in_no_grad
+        if self.marks_no_grad and func == _DATA and needs_grad(args[0]):
+            raise TraceError(
+                f"x.data at {where(user_source())}, in the body of a loop or a branch that is differentiated, is no "
+                "tensor of the program. Write x.detach()."
+            )
+        if self.recorder.in_no_grad and _is_write(func) and needs_grad(args[0]):
+            self.functions.append(f"a write under torch.no_grad at {where(user_source())}")
         if self._given:
             args, kwargs = map_leaves(self.given, args), map_leaves(self.given, kwargs or {})
         if isinstance(func, torch._ops.HigherOrderOperator):
@@ -252,6 +260,12 @@ class ClosureLifting(TorchFunctionMode):
         return self._lifted[id(leaf)][1]
 
 
+def _is_write(func: Any) -> bool:
+    name = getattr(func, "__name__", "")
+    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+
+
+_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 _RETAINS = {torch.autograd.grad: 3, torch.Tensor.backward: 2, torch.autograd.backward: 2}
 """Backward passes, and the position of their argument `retain_graph`."""
 

@@ -171,6 +171,32 @@ def test_second_derivatives_of_what_is_detached_or_written(body: Callable[[Tenso
         close(spmd.jit(transformed, P("data"), mesh=MESH)(x), transformed(x))
 
 
+def written_without_gradients(c: Tensor) -> Tensor:
+    y = c * c
+    with torch.no_grad():
+        y[:1] *= 3
+    return y * c
+
+
+def read_as_data(c: Tensor) -> Tensor:
+    return c * c.data
+
+
+def test_derivatives_that_a_body_has_outside_of_programs_only() -> None:
+    x = torch.arange(1.0, 5.0, dtype=torch.float64)
+    loop = lambda x: spmd.scan(lambda c, _: (written_without_gradients(c), None), x, length=2)[0]  # noqa: E731
+    first = torch.func.grad(lambda x: loop(x).sum())
+    close(spmd.jit(first, P("data"), mesh=MESH)(x), first(x))
+    with pytest.raises(
+        spmd.TraceError, match=r"second derivative .* is that of a write under torch.no_grad at .*\*= 3"
+    ):
+        spmd.jit(torch.func.grad(lambda x: first(x).sum()), P("data"), mesh=MESH)(x)
+    other = lambda x: spmd.scan(lambda c, _: (read_as_data(c), None), x, length=2)[0].sum()  # noqa: E731
+    close(spmd.jit(other, P("data"), mesh=MESH)(x), other(x))
+    with pytest.raises(spmd.TraceError, match=r"x.data at .* Write x.detach\(\)"):
+        spmd.jit(torch.func.grad(other), P("data"), mesh=MESH)(x)
+
+
 @pytest.mark.parametrize("transform", ["grad of vmap", "vmap of grad", "jvp of vmap"])
 def test_each_item_of_a_batch_has_the_derivative_of_its_own_side(transform: str) -> None:
     """That of the other one is infinite: JAX, which selects from both, has NaN."""

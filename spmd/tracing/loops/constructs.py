@@ -44,7 +44,7 @@ class Body:
         graph: the program, without constants.
         call: the function that was traced, on tensors for the inputs, in another trace and under transforms: they may
             act on what its operators were made of, such as an autograd.Function. None where there is only the program.
-        functions: the names of the autograd.Functions of the user's that it has called, whose derivatives are theirs.
+        functions: the autograd.Functions of the user's that it has called, whose derivatives are theirs, in words.
     """
 
     graph: Graph

@@ -26,6 +26,7 @@ from spmd.tracing.loops.constructs import Body, Branch, Construct, Loop, Subprog
 from spmd.tracing.loops.per_rank import again
 from spmd.tracing.loops.replay import Apply, retrace, run, transformed
 from spmd.tracing.manual.partition import Joint
+from spmd.tracing.running import running_trace
 from spmd.tracing.source import user_source, where
 
 aten = torch.ops.aten
@@ -111,7 +112,7 @@ class _Derivative:
         cotangents: by the number of an output that has derivatives, its cotangent.
         gradients: by the number of an input with respect to which it is, its cotangent.
         dependent: the numbers of the outputs that depend on these inputs; cotangents of others have no effect.
-        functions: as of the body.
+        functions: as of the body; also the writes whose derivatives the program lacks.
     """
 
     joint: Joint
@@ -159,12 +160,12 @@ def _derivative(body: Body, inputs: Sequence[int], apply: Apply) -> _Derivative:
     """A body and its derivative by reverse mode, with respect to some inputs, by their numbers."""
     if body.call is None and body.functions:
         raise TraceError(
-            f"The second derivative of a loop or a branch at {where(user_source())} is that of autograd.Function "
-            f"{body.functions[0]} in its body, of which the program has the first one only. Unroll the loop "
-            "(unroll=True), or write the function of operators."
+            f"The second derivative of a loop or a branch at {where(user_source())} is that of {body.functions[0]} in "
+            "its body, of which the program has the first one only. Unroll the loop (unroll=True), or write the body "
+            "of operators that return new tensors."
         )
     outputs = [number for number, value in enumerate(body.outputs) if is_continuous(value.meta.dtype)]
-    count, dependent = len(body.inputs), set[int]()
+    count, dependent, functions = len(body.inputs), set[int](), list(body.functions)
 
     def both(*tensors: torch.Tensor) -> list[torch.Tensor]:
         primals = list(tensors[:count])
@@ -179,6 +180,7 @@ def _derivative(body: Body, inputs: Sequence[int], apply: Apply) -> _Derivative:
 
         vjp: Any = torch.func.vjp
         _, pull, results = vjp(chosen, *(primals[number] for number in inputs), has_aux=True)
+        functions.extend(running_trace().functions)
         return [*results, *pull(tuple(tensors[count:]))]
 
     like = [*body.inputs, *(again(body.outputs[number], cotangent=True) for number in outputs)]
@@ -194,7 +196,7 @@ def _derivative(body: Body, inputs: Sequence[int], apply: Apply) -> _Derivative:
         dict(zip(outputs, cotangents, strict=True)),
         dict(zip(inputs, gradients, strict=True)),
         frozenset(dependent),
-        body.functions,
+        tuple(dict.fromkeys(functions)),
     )
 
 
@@ -250,9 +252,9 @@ def _loop(loop: Loop, apply: Apply, needed: Sequence[bool]) -> Differentiated:
         *((From.COTANGENT, number) for number in later),
         *(known[value] for value in fixed),
     )
-    forward = attrs.evolve(loop, body=Body(joint.forward(saved), functions=loop.body.functions))
+    forward = attrs.evolve(loop, body=Body(joint.forward(saved), functions=found.functions))
     backward = Loop(
-        Body(body, functions=loop.body.functions),
+        Body(body, functions=found.functions),
         len(carries) + len(sums),
         len(stacked) + len(later),
         loop.trips,
@@ -304,10 +306,10 @@ def _subprogram(called: Subprogram, apply: Apply, needed: Sequence[bool]) -> Dif
     dependent = tuple(sorted(found.dependent))
     backward = attrs.evolve(pulled, inputs=(*reads, *(found.cotangents[number] for number in dependent))).verify()
     return Differentiated(
-        Subprogram(Body(found.joint.forward(saved))),
+        Subprogram(Body(found.joint.forward(saved), functions=found.functions)),
         found.joint.results,
         found.constants,
-        Subprogram(Body(backward)),
+        Subprogram(Body(backward, functions=found.functions)),
         (*(places[value] for value in reads), *((From.COTANGENT, number) for number in dependent)),
         inputs,
         dependent,
