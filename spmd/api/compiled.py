@@ -132,8 +132,9 @@ class Compiled(Generic[_Result]):
 
     def _trace(self) -> Traced:
         layout, function = self.signature.layout, self._function
-        if self.options.reuse_layers and (self._has_modules or self.hidden.modules):
-            function = _reusing_layers(function, self._parameters.name)
+        if self.options.reuse_layers:
+            modules = self._has_modules or bool(self.hidden.modules)
+            function = _reusing_layers(function, self._parameters.name, modules)
         return trace(function, self._args, static_argnums=layout.static, labels=layout.labels, rng=self.options.rng)
 
     @property
@@ -443,13 +444,13 @@ class Compiled(Generic[_Result]):
         return self._finish(values, numbers, tree)
 
 
-def _reusing_layers(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+def _reusing_layers(function: Callable[..., Any], name: str, modules: bool) -> Callable[..., Any]:
     """A function in whose trace equal layers are traced once."""
     from spmd.api.reuse import reusing_layers
 
     @functools.wraps(function)
     def reusing(*args: Any) -> Any:
-        with reusing_layers(name):
+        with reusing_layers(name, modules):
             return function(*args)
 
     return reusing

@@ -383,7 +383,10 @@ class Jitted(Generic[_Arguments, _Result]):
         placed = _constrain(call.layout.prefix(self._in_specs), call.dynamic, what="in_specs", of="the arguments")
         function = call.layout.by_position(self._parameters.function)
         if not call.has_modules:
-            result = function(*call.with_dynamic(placed))
+            with COMPILING:
+                from spmd.api.reuse import call_function  # few need it: `import spmd` leaves it out
+
+            result = call_function(function, self._parameters.function, call.with_dynamic(placed))
         else:
             found = WithModules(function)(*call.with_dynamic(placed))
             set_buffers(call.tree, buffer_leaves(call.tree), found.buffers)
@@ -491,8 +494,8 @@ def jit(
         rng: what torch's random operators in the function draw by. `"torch"`: its default generator, so that numbers
             are those of one device; each rank draws whole tensors. `"counter"`: keys of a seed that this generator
             draws at each call, and of the place in the function; each rank draws its shard (`docs/random.md`).
-        reuse_layers: whether modules that are equal, but for the values of their tensors, are traced once; the program
-            is the same. `False` traces each call, and shows whether a layer is wrongly taken for another.
+        reuse_layers: whether modules that are equal, but for the values of their tensors, and functions under `jit`
+            that are called again, are traced once; the program is the same. `False` traces each call, and shows whether a layer is wrongly taken for another.
 
     Returns:
         A `Jitted`; without a function, a decorator that makes one. Type checkers see the parameters and the result of

@@ -1,18 +1,20 @@
-"""Layers that are called again with equal structures: the first is traced as ever, the second as a program, which is
-called for the others, with its derivative and what else transforms make of it.
+"""Layers that are called again: the first is traced as ever, a later one as a program, which is called for the others,
+with its derivative and what else transforms make of it.
 
-Layers are equal if a program of one serves the other: classes, the attributes that their code reads, training flags and
-ties, the shapes and dtypes of their tensors, arguments that are no tensors, torch's settings, the transforms around,
-and what the code reads elsewhere. A layer that changes what it is, draws by Python, has hooks, or returns what is no
-tensor of its own is traced each time.
+Layers are modules, and functions under `jit` that a function under `jit` calls. They are equal if a program of one
+serves the other: classes, the attributes that their code reads, training flags and ties, the shapes and dtypes of their
+tensors, arguments that are no tensors, torch's settings, the transforms around, and what the code reads elsewhere. A
+layer that changes what it is, draws by Python, has hooks, or returns what is no tensor of its own is traced each time.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeAlias
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import attrs
 import optree
@@ -25,7 +27,7 @@ from torch.nn.modules import module as torch_module
 from spmd.api.compile_log import log_reused
 from spmd.api.hidden_state import HiddenState
 from spmd.api.modules import holding
-from spmd.core.modules import ModuleStructure
+from spmd.core.modules import ModuleStructure, Same
 from spmd.core.pytree import tree_flatten
 from spmd.core.static_key import static_key
 from spmd.core.value_types import CONSTANTS
@@ -36,9 +38,10 @@ from spmd.tracing.autograd_functions import needs_grad
 from spmd.tracing.checkpointed import is_checkpointed
 from spmd.tracing.closures import ClosureLifting
 from spmd.tracing.draw_scopes import draw_scope
-from spmd.tracing.loops.calls import call_subprogram, subprogram
-from spmd.tracing.loops.constructs import Subprogram
 from spmd.tracing.running import running
+
+if TYPE_CHECKING:
+    from spmd.tracing.loops.constructs import Subprogram
 
 LEAST = 12
 """The least number of operators of a layer: shorter ones are traced as fast as they are called."""
@@ -47,22 +50,52 @@ FEWEST = 6
 """The fewest modules of a class that are worth a program: it costs as much as tracing four layers."""
 
 _Call: TypeAlias = Callable[..., Any]
+_layers: ContextVar[_Layers | None] = ContextVar("spmd_reused_layers", default=None)
 
 
 @contextlib.contextmanager
-def reusing_layers(name: str) -> Iterator[None]:
-    """A context in the trace of a function of some name, in which equal layers are traced once."""
+def reusing_layers(name: str, modules: bool) -> Iterator[None]:
+    """A context in the trace of a function, in which equal layers are traced once.
+
+    Args:
+        name: the function.
+        modules: whether it has any; else only functions under `jit` that it calls are layers.
+    """
     trace = running()
-    if not isinstance(trace, ClosureLifting):
-        yield
-        return
+    assert isinstance(trace, ClosureLifting)
     layers = _Layers(trace)
+    token = _layers.set(layers)
+    try:
+        with _calls_of_modules(layers) if modules else contextlib.nullcontext():
+            yield
+    finally:
+        _layers.reset(token)
+        log_reused(name, layers.counts)
+
+
+def call_function(function: _Call, key: Any, args: tuple[Any, ...]) -> Any:
+    """Call a function under `jit` in a trace: by its program, if it was called before with equal arguments.
+
+    Args:
+        function: the function, of arguments by position.
+        key: what the user has put under `jit`.
+        args: the arguments.
+    """
+    layers = _layers.get()
+    if layers is None or running() is not layers.trace:
+        return function(*args)
+    return layers.call(function, key, args, {})
+
+
+@contextlib.contextmanager
+def _calls_of_modules(layers: _Layers) -> Iterator[None]:
+    """A context in which calls of modules are those of layers, and reads of their attributes are noted."""
     call, get, get_missing = nn.Module.__call__, nn.Module.__getattribute__, nn.Module.__getattr__
 
     def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if running() is not trace or not get(module, "_modules"):
+        if running() is not layers.trace or not get(module, "_modules"):
             return call(module, *args, **kwargs)
-        return layers.call(call, module, args, kwargs)
+        return layers.call(functools.partial(call, module), module, args, kwargs)
 
     def read(module: nn.Module, name: str) -> Any:
         layers.note(module, name)
@@ -79,7 +112,6 @@ def reusing_layers(name: str) -> Iterator[None]:
     finally:
         patched.__call__, patched.__getattr__ = call, get_missing
         del patched.__getattribute__
-        log_reused(name, layers.counts)
 
 
 @attrs.frozen(eq=False)
@@ -88,30 +120,32 @@ class _Arguments:
 
     Args:
         key: what equal layers have in common.
-        structure: the module.
+        callee: the module, or what the user has put under `jit`.
+        structure: that of the module; None of a function.
         leaves, tree: the arguments.
         places: the leaves that are tensors.
         tensors: those, and the module's.
     """
 
     key: Any
-    structure: ModuleStructure
+    callee: Any
+    structure: ModuleStructure | None
     leaves: list[Any]
     tree: optree.PyTreeSpec
     places: list[int]
     tensors: list[torch.Tensor]
 
     @classmethod
-    def of(cls, module: nn.Module, args: Any, kwargs: Any, trace: ClosureLifting) -> _Arguments | None:
+    def of(cls, callee: Any, args: Any, kwargs: Any, trace: ClosureLifting) -> _Arguments | None:
         """A call; None of one whose arguments a program does not take."""
         leaves, tree = tree_flatten((args, kwargs))
         places = [number for number, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         others = [(n, leaf) for n, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor)]
         if not all(isinstance(leaf, CONSTANTS) for _, leaf in others):
             return None
-        structure, own = ModuleStructure.of(module)
+        structure, own = ModuleStructure.of(callee) if isinstance(callee, nn.Module) else (None, [])
         tensors = [*(leaves[n] for n in places), *own]
-        if structure.has_hooks or not all(map(_is_plain, tensors)):
+        if (structure is not None and structure.has_hooks) or not all(map(_is_plain, tensors)):
             return None
         first: dict[int, int] = {}
         metas = [(x.shape, x.dtype, x.device, needs_grad(x), first.setdefault(id(x), n)) for n, x in enumerate(tensors)]
@@ -119,7 +153,9 @@ class _Arguments:
         modes = tuple(key for key in torch_settings() if key is not trace)
         levels = tuple(each.level() for each in get_interpreter_stack() or ())
         around = torch.is_grad_enabled(), is_checkpointed(), levels, modes
-        return cls((type(module), tree, constants, tuple(metas), around), structure, leaves, tree, places, tensors)
+        kind = Same(callee) if structure is None else type(callee)
+        key = kind, tree, constants, tuple(metas), around
+        return cls(key, callee, structure, leaves, tree, places, tensors)
 
     def run(self, call: _Call, tensors: Sequence[torch.Tensor]) -> Any:
         """Call the layer with other tensors."""
@@ -127,13 +163,13 @@ class _Arguments:
         for place, tensor in zip(self.places, tensors, strict=False):
             leaves[place] = tensor
         args, kwargs = self.tree.unflatten(leaves)
-        with holding(self.structure, tensors[len(self.places) :]):
-            return call(self.structure.module, *args, **kwargs)
+        with holding(self.structure, tensors[len(self.places) :]) if self.structure else contextlib.nullcontext():
+            return call(*args, **kwargs)
 
     def is_unchanged(self, args: Any, kwargs: Any) -> bool:
         """Whether the module and the arguments are what they were before the call."""
         leaves, tree = tree_flatten((args, kwargs))
-        structure, own = ModuleStructure.of(self.structure.module)
+        structure, own = ModuleStructure.of(self.callee) if self.structure else (None, [])
         now = [*leaves, *own]
         before = [*self.leaves, *self.tensors[len(self.places) :]]
         return (
@@ -148,10 +184,11 @@ def _is_plain(x: torch.Tensor) -> bool:
 
 @attrs.define(eq=False)
 class _Layer:
-    """A layer that was called once.
+    """A layer that was called.
 
     Args:
-        structure: its module.
+        structure: that of its module.
+        later: how often more it is traced before a program is made of it.
         reads: the attributes that it has read, by prefixes of its submodules.
         program: what was made of it, None before; False if it is traced each time.
         hidden: what its code reads beside the module.
@@ -159,17 +196,27 @@ class _Layer:
         result: makes the result of its tensors.
     """
 
-    structure: ModuleStructure
+    structure: ModuleStructure | None
+    later: int
     reads: set[tuple[str, str]]
-    program: Subprogram | bool | None = None
+    program: Subprogram | Literal[False] | None = None
     hidden: HiddenState | None = None
     constants: tuple[torch.Tensor, ...] = ()
     result: Callable[[Sequence[torch.Tensor]], Any] = list
 
+    def is_like(self, given: _Arguments) -> bool:
+        """Whether a call is one of an equal layer, of those with equal keys."""
+        return self.structure is None or (
+            given.structure is not None and given.structure.is_like(self.structure, self.reads)
+        )
+
     def make(self, call: _Call, given: _Arguments) -> None:
         """Trace the layer as a program."""
-        self.program, module = False, given.structure.module
-        hidden = HiddenState(module, module, [None] * (1 + max(given.places, default=0)))
+        from spmd.tracing.loops.calls import subprogram  # with rules, which `import spmd` leaves out
+
+        self.program, callee = False, given.callee
+        module = callee if given.structure else None
+        hidden = HiddenState(callee, module, [None] * (1 + max(given.places, default=0)))
         reader = hidden.reader
         if reader.written or reader.iterators or reader.draws or reader.unwatched:
             return
@@ -178,7 +225,7 @@ class _Layer:
             leaves, tree = tree_flatten(given.run(call, tensors))
             found = [n for n, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
             if not all(isinstance(leaf, CONSTANTS) for n, leaf in enumerate(leaves) if n not in found):
-                raise TraceError(f"{type(module).__name__} returns what is neither a tensor nor a constant.")
+                raise TraceError(f"{_name(callee)} returns what is neither a tensor nor a constant.")
             fixed = [None if n in found else leaf for n, leaf in enumerate(leaves)]
 
             def result(values: Sequence[torch.Tensor]) -> Any:
@@ -206,11 +253,11 @@ class _Layers:
         trace: the trace.
 
     Attributes:
-        counts: how often a program was called in place of a layer, by the names of classes.
+        counts: how often a program was called in place of a layer, by the names of classes and functions.
     """
 
     def __init__(self, trace: ClosureLifting) -> None:
-        self._trace = trace
+        self.trace = trace
         self._layers: dict[Any, list[_Layer]] = defaultdict(list)
         self._watching: list[set[tuple[int, str]]] = []
         self._known: set[int] = set()
@@ -231,32 +278,42 @@ class _Layers:
         finally:
             self._watching = before
 
-    def call(self, call: _Call, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """The result of a module: by its program, if an equal one was called before."""
+    def call(self, call: _Call, callee: Any, args: Any, kwargs: Any) -> Any:
+        """The result of a module or of a function under `jit`: by its program, if an equal one was called before.
+
+        Args:
+            call: calls it with the arguments.
+            callee: the module, or what the user has put under `jit`.
+            args, kwargs: the arguments.
+        """
         given = None
         with self.unnoticed(), torch._C.DisableTorchFunction():
-            if self._is_repeated(module) and not _is_special(self._trace):
-                given = _Arguments.of(module, args, kwargs, self._trace)
+            if self._is_repeated(callee) and not _is_special(self.trace):
+                given = _Arguments.of(callee, args, kwargs, self.trace)
         if given is None:
-            return call(module, *args, **kwargs)
+            return call(*args, **kwargs)
         with self.unnoticed():
-            like = (x for x in self._layers[given.key] if given.structure.is_like(x.structure, x.reads))
-            layer = next(like, None)
+            layer = next((layer for layer in self._layers[given.key] if layer.is_like(given)), None)
         if layer is None:
             return self._first(call, given, args, kwargs)
-        if layer.program is None:
+        if layer.program is None and layer.later == 0:
             layer.make(call, given)
-        if not isinstance(layer.program, Subprogram) or layer.hidden is None or not layer.hidden.matches():
-            return call(module, *args, **kwargs)
+        layer.later -= 1
+        if not layer.program or layer.hidden is None or not layer.hidden.matches():
+            return call(*args, **kwargs)
+        from spmd.tracing.loops.calls import call_subprogram
+
         with self.unnoticed():
-            self.counts[type(module).__name__] += 1
+            self.counts[_name(callee)] += 1
             results = call_subprogram(layer.program, *given.tensors, *layer.constants)
         for prefix, name in layer.reads:
-            self.note(module.get_submodule(prefix), name)
+            self.note(callee.get_submodule(prefix), name)
         return layer.result(results)
 
-    def _is_repeated(self, module: nn.Module) -> bool:
-        """Whether there are several modules of a class, in those that were called."""
+    def _is_repeated(self, module: Any) -> bool:
+        """Whether there are several modules of a class, in those that were called; of functions nothing is known."""
+        if not isinstance(module, nn.Module):
+            return True
         if id(module) not in self._known:
             for each in module.modules():
                 if id(each) not in self._known:
@@ -265,20 +322,25 @@ class _Layers:
         return self._modules[type(module)] >= FEWEST
 
     def _first(self, call: _Call, given: _Arguments, args: Any, kwargs: Any) -> Any:
-        module, recorder, scope = given.structure.module, self._trace.recorder, draw_scope()
+        recorder, scope = self.trace.recorder, draw_scope()
         before = len(recorder.operations), recorder.regions.count, scope and scope.position
         self._watching.append(set())
         try:
-            result = call(module, *args, **kwargs)
+            result = call(*args, **kwargs)
         finally:
             reads = self._watching.pop()
         after = len(recorder.operations), recorder.regions.count, scope and scope.position
         with self.unnoticed():
             if after[0] >= before[0] + LEAST and after[1:] == before[1:] and given.is_unchanged(args, kwargs):
-                prefixes = {id(owner): prefix for prefix, owner in module.named_modules()}
+                named = given.callee.named_modules() if given.structure else ()
+                prefixes = {id(owner): prefix for prefix, owner in named}
                 own = {(prefixes[owner], name) for owner, name in reads if owner in prefixes}
-                self._layers[given.key].append(_Layer(given.structure, own))
+                self._layers[given.key].append(_Layer(given.structure, 0 if given.structure else 1, own))
         return result
+
+
+def _name(callee: Any) -> str:
+    return type(callee).__name__ if isinstance(callee, nn.Module) else getattr(callee, "__name__", "a function")
 
 
 def _is_special(trace: ClosureLifting) -> bool:

@@ -445,3 +445,84 @@ def test_uneven_meshes(caplog):
 def test_the_option_is_a_flag():
     with pytest.raises(spmd.errors.PlanError, match="reuse_layers must be True or False"):
         spmd.jit(lambda x: x, P(), P(), mesh=MESH, reuse_layers="yes")
+
+
+def block(params, x, scale=1.0):
+    h = F.gelu(F.layer_norm(x, (WIDTH,)) @ params["up"]) @ params["down"]
+    return x + (F.softmax(h, -1).sin() * scale).tanh().cos(), {"mean": h.mean()}
+
+
+def blocks(function):
+    """A function of the parameters of layers, of which each is a call of a function."""
+
+    def call(layers, x):
+        means = 0.0
+        for number, params in enumerate(layers):
+            x, found = function(params, x, number)
+            means = means + found["mean"]
+        return x.square().mean() + means
+
+    return call
+
+
+def weights():
+    torch.manual_seed(0)
+    return [{"up": torch.randn(WIDTH, 16), "down": torch.randn(16, WIDTH)} for _ in range(5)]
+
+
+FACTOR = torch.tensor([2.0])
+
+
+def by_counter(params, x):
+    SCALES.append(SCALES.pop(0))
+    return block(params, x, SCALES[0])
+
+
+def compare_functions(under_jit, call, expected, log):
+    """As `compare`, for a function under `jit` that is called by `call` for each layer; truth has it as written."""
+    found = []
+    for reuse in (False, True):
+        SCALES[:] = [1.0, 2.0, 3.0, 4.0]
+        jitted = spmd.jit(torch.func.grad(blocks(call(spmd.jit(under_jit)))), mesh=MESH, reuse_layers=reuse)
+        with spmd.log_compiles():
+            found.append(spmd.full_tree(jitted(weights(), X)))
+    SCALES[:] = [1.0, 2.0, 3.0, 4.0]
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
+    torch.testing.assert_close(found[1], torch.func.grad(blocks(call(under_jit)))(weights(), X))
+    assert counts(log) == expected
+
+
+JITTED = {  # of five calls, the first has another argument: without a gradient
+    "equal": (block, lambda f: lambda params, x, number: f(params, x), {"block": 2}),
+    "a number": (block, lambda f: lambda params, x, number: f(params, x, 1.0 + number), {}),
+    "a number of two": (
+        block,
+        lambda f: lambda params, x, number: f(params, x, 2.0 if number == 2 else 1.0),
+        {"block": 1},
+    ),
+    "a counter": (by_counter, lambda f: lambda params, x, number: f(params, x), {}),
+    "a tensor from outside": (
+        lambda params, x: block(params, x * FACTOR),
+        lambda f: lambda params, x, number: f(params, x),
+        {"<lambda>": 2},
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", JITTED)
+def test_functions_under_jit_that_are_called_again(name, caplog):
+    compare_functions(*JITTED[name], caplog)
+
+
+def test_a_function_under_jit_that_closes_over_what_changes(caplog):
+    def function(layers, x):
+        scale = torch.ones(())
+        inner = spmd.jit(lambda params, x: block(params, x, scale)[0])
+        for params in layers:
+            x = inner(params, x)
+            scale = scale + x.mean()
+        return x.square().mean()
+
+    found = [spmd.jit(function, mesh=MESH, reuse_layers=reuse)(weights(), X).full_tensor() for reuse in (False, True)]
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
