@@ -130,7 +130,7 @@ class ClosureLifting(TorchFunctionMode):
             for leaf in iterate_leaves((args, kwargs or {})):
                 _refuse_transformed(leaf)
         if func is torch.Tensor.__deepcopy__:
-            return args[0].clone()
+            return _deep_copy(args[0])
         if func is torch.Tensor.requires_grad_ and args[1:] in ((), (True,)) and not kwargs and args[0].requires_grad:
             return args[0]  # torch raises under torch.func, also where nothing would change
         if func is torch.Tensor.__repr__ and is_traced(args[0]):
@@ -258,6 +258,16 @@ class ClosureLifting(TorchFunctionMode):
                     fake = self.recorder.lift(leaf)
                 self._lifted[id(leaf)] = (leaf, self.functional(fake))
         return self._lifted[id(leaf)][1]
+
+
+def _deep_copy(x: torch.Tensor) -> torch.Tensor:
+    """A copy; of a leaf of autograd another leaf. Of other tensors, of which torch makes none, it has the gradient."""
+    copied = x.clone()
+    if isinstance(x, torch.nn.Parameter):
+        return torch.nn.Parameter(copied.detach(), x.requires_grad)
+    if not (x.is_leaf and x.requires_grad):
+        return copied
+    return copied.detach() if peek_interpreter_stack() is not None else copied.detach().requires_grad_()
 
 
 def _is_write(func: Any) -> bool:

@@ -138,3 +138,12 @@ def test_backward_of_an_argument_is_still_refused() -> None:
 
     with pytest.raises(TraceError, match=r"return x\.grad"):
         spmd.jit(step, mesh=MESH)(W.clone().requires_grad_(), X)
+
+
+def test_copies_of_parameters_are_others() -> None:
+    def function(model: Any, x: Any) -> Any:
+        return torch.autograd.grad((copy.deepcopy(model)(x) * model(x)).sum(), list(model.parameters()))
+
+    model = nn.Linear(4, 4, dtype=torch.float64)
+    found = spmd.jit(function, (None, P("x")), P(), mesh=MESH)(model, X)
+    torch.testing.assert_close(detached(spmd.full_tree(found)), detached(function(model, X)))

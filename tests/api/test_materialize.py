@@ -328,3 +328,11 @@ def test_errors_on_processes(workers):
         assert "DivergenceError" in texts["seeds"] and "torch.manual_seed" in texts["seeds"]
         assert "DivergenceError" in texts["shapes"] and "weight" in texts["shapes"]
         assert ("on rank 1" if rank == 1 else "Rank 1 failed in materialize of Linear") in texts["failure"]
+
+
+def test_copied_layers_are_parameters():
+    make = lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), 2)  # noqa: E731
+    with torch.device("meta"):
+        model = make()
+    spmd.materialize(model, {}, MESHES["2"], init=lambda _: make())
+    assert all(isinstance(p, nn.Parameter) and p.requires_grad for p in model.parameters())
