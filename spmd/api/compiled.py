@@ -49,6 +49,7 @@ from spmd.job import checks
 from spmd.lowering.program import LocalProgram
 from spmd.runtime.agreement import first_run
 from spmd.runtime.torch_settings import torch_settings
+from spmd.tracing.active_transforms import called_by_transforms
 from spmd.tracing.numbers import Guard
 from spmd.tracing.trace import trace
 from spmd.tracing.traced import Traced
@@ -280,7 +281,8 @@ class Compiled(Generic[_Result]):
     def _make_flat(self, numbers: tuple[float, ...]) -> PlannedFunction:
         def function(*leaves: torch.Tensor) -> list[torch.Tensor]:
             dynamic = self.signature.tree.unflatten(self._with_leaves(leaves, numbers))
-            result = self._function(*with_dynamic(self._args, self.signature.static, dynamic))
+            with called_by_transforms():
+                result = self._function(*with_dynamic(self._args, self.signature.static, dynamic))
             if not self._has_modules:
                 return _tensors(result)
             changed = dict(zip(self._buffers, result.buffers, strict=True))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -26,6 +28,24 @@ def active_transforms(tensors: Sequence[torch.Tensor]) -> list[TransformType]:
     inner = [get_unwrapped(tensor) if maybe_get_level(tensor) == interpreter.level() else tensor for tensor in tensors]
     with interpreter.lower():
         return [interpreter.key()] * acts + active_transforms(inner)
+
+
+_around: ContextVar[int] = ContextVar("spmd_transforms_around", default=0)
+
+
+@contextlib.contextmanager
+def called_by_transforms() -> Iterator[None]:
+    """A context in which a user's function runs under the transforms that are there, of which it knows nothing."""
+    token = _around.set(len(get_interpreter_stack() or ()))
+    try:
+        yield
+    finally:
+        _around.reset(token)
+
+
+def acts_from_outside_only() -> bool:
+    """Whether there are transforms, and all of them are around the user's function (`called_by_transforms`)."""
+    return 0 < len(get_interpreter_stack() or ()) == _around.get()
 
 
 def unwrapped(value: Any) -> Any:

@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch._C._functorch import TransformType
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from spmd.tracing.active_transforms import active_transforms
+from spmd.tracing.active_transforms import active_transforms, acts_from_outside_only
+from spmd.tracing.draw_scopes import draw_scope
 from spmd.tracing.products import cumprod, prod
 
 
@@ -62,6 +63,17 @@ def _pad(x: torch.Tensor, pad: Sequence[int], mode: str = "constant", value: flo
     return x.clone(memory_format=torch.contiguous_format)
 
 
+def _dropout(x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+    """`F.dropout`; under a transform torch draws in the order of dims, and else in that of strides.
+
+    Under one that only we see, it draws what it does without.
+    """
+    if not (training and 0.0 < p < 1.0 and x.numel() and acts_from_outside_only()) or draw_scope() is not None:
+        return F.dropout(x, p, training, inplace)
+    noise = torch.empty_like(x).bernoulli_(1 - p).div_(1 - p)
+    return x.mul_(noise) if inplace else x * noise
+
+
 def _trace(input: torch.Tensor) -> torch.Tensor:
     """`torch.trace`, whose gradient is written to a diagonal; torch's own is made of the indices of a whole matrix."""
     return input.diagonal().sum() if input.ndim == 2 and input.dtype != torch.bool else torch.trace(input)
@@ -76,6 +88,8 @@ DIFFERENTIABLE: Mapping[Callable[..., Any], Callable[..., Any]] = MappingProxyTy
     {
         F.one_hot: _one_hot,
         F.scaled_dot_product_attention: _attention,
+        F.dropout: _dropout,
+        torch.dropout: _dropout,
         F.max_pool1d: _max_pool1d,
         F.pad: _pad,
         torch.prod: prod,

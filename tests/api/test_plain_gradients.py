@@ -163,3 +163,17 @@ def test_gradgradcheck() -> None:
     f = spmd.jit(lambda a, b: torch.tanh(a @ b), (P("x"), P(None, "y")), mesh=MESH)
     a, b = (torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in ((3, 2), (2, 3)))
     assert torch.autograd.gradgradcheck(lambda a, b: f(a, b).full_tensor(), (a, b))
+
+
+def test_dropout_of_strided_operands_draws_what_it_does_without_a_gradient() -> None:
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(16, 2, 32, dropout=0.25, batch_first=True)
+    mesh = spmd.make_mesh({"data": 2}, runtime="virtual")
+    x, found = torch.randn(4, 6, 16), []
+    for function in (layer, spmd.jit(lambda layer, x: layer(x), mesh=mesh)):
+        layer.zero_grad()
+        torch.manual_seed(1)
+        result = function(x) if function is layer else function(layer, x).full_tensor()
+        result.square().mean().backward()
+        found.append([result.detach(), *(parameter.grad for parameter in layer.parameters())])
+    torch.testing.assert_close(found[0], found[1])

@@ -526,3 +526,11 @@ def test_a_function_under_jit_that_closes_over_what_changes(caplog):
 
     found = [spmd.jit(function, mesh=MESH, reuse_layers=reuse)(weights(), X).full_tensor() for reuse in (False, True)]
     torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # of torch itself
+def test_per_sample_gradients_of_attention(caplog):
+    torch.manual_seed(0)
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(WIDTH, 2, 16, dropout=0.0, batch_first=True), LAYERS)
+    by_item = FUNCTIONS["vmap of gradient"](lambda p, x: loss(model)(p, x[None]))
+    assert compare(by_item, state(model), X, log=caplog) == {"TransformerEncoderLayer": LAYERS - 2}

@@ -114,6 +114,7 @@ _FORMS: Mapping[Any, Callable[..., Any]] = MappingProxyType(
     {
         torch.ops.aten.detach_copy.default: _NoGrad.apply,
         torch.ops.aten.copy.default: _copied,
+        torch.ops.aten.view.default: torch.reshape,  # a transform may have given its operand other strides
         torch.ops.aten.slice_scatter.default: _slice_scattered,
     }
 )
