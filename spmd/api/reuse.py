@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
@@ -97,12 +98,16 @@ def _calls_of_modules(layers: _Layers) -> Iterator[None]:
             return call(module, *args, **kwargs)
         return layers.call(functools.partial(call, module), module, args, kwargs)
 
+    thread = threading.get_ident()  # others run modules meanwhile
+
     def read(module: nn.Module, name: str) -> Any:
-        layers.note(module, name)
+        if threading.get_ident() == thread:
+            layers.note(module, name)
         return get(module, name)
 
     def missing(module: nn.Module, name: str) -> Any:
-        with layers.unnoticed():  # it looks for parameters in all attributes
+        # It looks for parameters in all attributes.
+        with layers.unnoticed() if threading.get_ident() == thread else contextlib.nullcontext():
             return get_missing(module, name)
 
     patched: Any = nn.Module
