@@ -100,3 +100,23 @@ def test_memory() -> None:
 def test_mistakes() -> None:
     with pytest.raises(TraceError, match="segments must be an integer of 1 or more"):
         spmd.scan(lambda c, x: (c, x), torch.zeros(()), torch.zeros(3), segments=0)
+
+
+@pytest.mark.parametrize("transform", ["jacrev", "vmap of grad"])
+def test_batches_of_gradients_of_checkpointed_trips(transform: str) -> None:
+    def loop(b: Tensor, xs: Tensor, call: Any) -> Any:
+        def trip(carry: Any, x: Tensor) -> Any:
+            return (carry[0] * carry[1].sin().sum(), carry[1].sin() + x), None
+
+        return spmd.scan(call(trip), (torch.ones((), dtype=b.dtype), b), xs)[0]
+
+    def function(call: Any) -> Any:
+        if transform == "jacrev":
+            return torch.func.jacrev(lambda b, xs: loop(b, xs, call))
+        return torch.vmap(torch.func.grad(lambda b, xs: sum(x.sum() for x in loop(b, xs, call))), (0, None))
+
+    checkpointed = lambda trip: lambda carry, x: checkpoint(trip, carry, x, use_reentrant=False)  # noqa: E731
+    b, xs = torch.linspace(0.1, 0.6, 6, dtype=torch.float64), torch.linspace(1, 2, 3, dtype=torch.float64)
+    b = b if transform == "jacrev" else b.reshape(3, 2)
+    found = spmd.jit(function(checkpointed), mesh=MESH)(b, xs)
+    torch.testing.assert_close(spmd.full_tree(found), function(lambda trip: trip)(b, xs))

@@ -13,6 +13,7 @@ import torch
 from spmd.errors import TraceError
 from spmd.ir.graph import Graph, Value, iterate_leaves, map_leaves
 from spmd.ir.number import Number
+from spmd.ir.recompute import RECOMPUTE
 from spmd.tracing.active_transforms import active_transforms, unwrapped
 from spmd.tracing.closures import ClosureLifting
 from spmd.tracing.constrain import differentiable
@@ -114,6 +115,7 @@ _FORMS: Mapping[Any, Callable[..., Any]] = MappingProxyType(
     {
         torch.ops.aten.detach_copy.default: _NoGrad.apply,
         torch.ops.aten.copy.default: _copied,
+        RECOMPUTE: lambda x, number: x,  # the derivative of a derivative keeps what that computes again
         torch.ops.aten.view.default: torch.reshape,  # a transform may have given its operand other strides
         torch.ops.aten.slice_scatter.default: _slice_scattered,
     }
