@@ -14,12 +14,16 @@ import attrs
 import torch
 
 from spmd.errors import PlanError
+from spmd.plan.solver.dominance import prune
 from spmd.plan.solver.ordering import elimination_order
 from spmd.plan.solver.reductions import reduce
 from spmd.plan.solver.table import Table
 
 MAX_CELLS = 2**24
 """The largest table that elimination may build (128 MB of float64)."""
+
+NARROW = 2**16
+"""The largest table up to which it is not worth while to look for dominated choices."""
 
 
 class NoAssignmentError(PlanError):
@@ -53,7 +57,13 @@ def minimize(domains: Sequence[int], tables: Sequence[Table], max_cells: int = M
         NoAssignmentError: no assignment has a finite cost.
     """
     reduction = reduce(domains, tables, max_cells)
-    order = elimination_order(reduction.domains, reduction.scopes, max_cells)
+    order = elimination_order(reduction.domains, reduction.scopes, min(max_cells, NARROW))
+    if order is None:
+        pruned = prune(reduction.domains, reduction.tables)
+        if pruned.domains != reduction.domains:
+            found = minimize(pruned.domains, pruned.tables, max_cells)
+            return Solution(reduction.complete(pruned.restore(found.choices)), reduction.constant + found.cost)
+        order = elimination_order(reduction.domains, reduction.scopes, max_cells)
     if order is None:
         raise TooWideError(f"The search would need a table of more than {max_cells:.3g} cells.")
     buckets = _Buckets(reduction.domains, reduction.tables)
@@ -73,7 +83,8 @@ def lower_bound(domains: Sequence[int], tables: Sequence[Table], max_cells: int 
     A bucket whose tables together are too large is split into several, each of which is minimised over the variable on
     its own (mini-buckets: Dechter and Rish, 2003). Takes the arguments of `minimize`.
     """
-    reduction = reduce(domains, tables, max_cells)
+    pruned = prune(domains, tables)
+    reduction = reduce(pruned.domains, pruned.tables, max_cells)
     buckets = _Buckets(reduction.domains, reduction.tables)
     for variable in elimination_order(reduction.domains, reduction.scopes, math.inf) or ():
         buckets.relax(variable, max_cells)

@@ -7,6 +7,7 @@ Source: Shaw, "Using constraint programming and local search methods to solve ve
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Hashable, Sequence
 
@@ -17,8 +18,8 @@ from spmd.plan.solver.elimination import NoAssignmentError, Solution, TooWideErr
 from spmd.plan.solver.reductions import reduce
 from spmd.plan.solver.table import Table
 
-WINDOW, WINDOW_CELLS = 75, 2**18
-"""The number of variables that are optimised at a time, and the largest table for that."""
+WINDOWS, WINDOW_CELLS = (75, 200), 2**20
+"""The numbers of variables that are optimised at a time, in turn, and the largest table for that."""
 
 _FORBIDDEN = (1e9, 1e6)
 """Seconds that stand for infinitely many while no assignment is allowed: in tables in which at most one variable has a
@@ -30,13 +31,14 @@ def improve(
     tables: Sequence[Table],
     start: Sequence[int],
     order: Sequence[int],
-    window: int = WINDOW,
+    windows: Sequence[int] = WINDOWS,
     max_cells: int = WINDOW_CELLS,
 ) -> Solution:
     """A good assignment of a problem that is too large for `minimize`.
 
     Sweeps over windows of consecutive variables, which overlap by half; each window is solved exactly while all other
-    variables stay fixed. Ends when a sweep does not lower the cost. A window that is too large itself is halved.
+    variables stay fixed. Small and large windows take turns, which end elsewhere; the search ends when a sweep of each
+    size in a row has not lowered the cost. A window that is too large itself is halved.
 
     Where the start is not allowed, what is forbidden costs much instead, so that sweeps lower the number of violations:
     first those of single variables, such as a value that is never gathered, then those of its consumers.
@@ -45,7 +47,7 @@ def improve(
         domains, tables, max_cells: as for `minimize`.
         start: the choice of every variable to start from.
         order: all variables, neighbours close to each other.
-        window: the number of variables of the core in a window.
+        windows: the numbers of variables of the core in a window, small ones first.
 
     Raises:
         NoAssignmentError: no assignment of finite cost was found.
@@ -56,10 +58,13 @@ def improve(
     places = {variable: place for place, variable in enumerate(reduction.core)}
     order = [places[variable] for variable in order if variable in places]
     choices = [start[variable] for variable in reduction.core]
-    windows = _Windows(reduction.domains, reduction.tables, choices, max_cells)
-    cost = math.inf
-    while (improved := windows.sweep(order, window)) < cost:
-        cost = improved
+    problem = _Windows(reduction.domains, reduction.tables, choices, max_cells)
+    costs = [math.inf] * len(windows)
+    for window in itertools.cycle(windows):
+        costs.append(problem.sweep(order, window))
+        if costs[-1] >= costs[-1 - len(windows)]:
+            break
+    cost = costs[-1]
     cost += reduction.constant
     if cost >= min(_FORBIDDEN):
         raise NoAssignmentError("No assignment of strategies was found that satisfies the given specs and constraints.")
