@@ -17,9 +17,9 @@ from spmd import P
 from spmd.core.quantity import size_text, time_text
 from spmd.core.spec import TensorMeta
 from spmd.inspect import Plan
-from spmd.inspect.layers.repeats import find_repeats
 from spmd.ir.graph import Graph, Operation, Value
 from spmd.plan.cost.account import account
+from spmd.plan.search.repeats import find_repeats
 from spmd.rules import RULES, find_rule
 from spmd.tracing.canonicalize.canonicalize import canonicalize
 from spmd.tracing.trace import trace

@@ -5,19 +5,19 @@ from __future__ import annotations
 import itertools
 import os
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import TypeAlias
 
 import attrs
 
 from spmd.core.quantity import size_text, time_text
-from spmd.inspect.layers.repeats import Copy, Repeat, find_repeats
 from spmd.inspect.layers.shares import Share, find_shares
 from spmd.ir.graph import Operation, Value
 from spmd.ir.markers import MARKERS
 from spmd.plan.cost.account import Account
 from spmd.plan.data.layout import Layout
 from spmd.plan.data.plan import PlanData
+from spmd.plan.search.repeats import Copy, Repeat, find_repeats, numbered
 from spmd.rules.strategy import LogicalShape
 
 
@@ -92,30 +92,11 @@ def find_layers(plan: PlanData, account: Account) -> tuple[RepeatedLayers, ...]:
     shares = find_shares(plan, repeats)
     describe = _Describer(plan, account)
     found = []
-    for index, (repeat, numbers) in enumerate(zip(repeats, _numbers(repeats), strict=True)):
+    for index, (repeat, layers) in enumerate(zip(repeats, numbered(repeats), strict=True)):
+        numbers = tuple(number for _, number in layers)
         parts = {number: shares[index, copy] for copy, number in enumerate(numbers)}
         found.append(RepeatedLayers(repeat.copies, numbers, _place(repeat), tuple(describe.alike(parts))))
     return tuple(found)
-
-
-def _numbers(repeats: Sequence[Repeat]) -> Iterator[tuple[int, ...]]:
-    """The layer numbers of the copies of each repeat.
-
-    Each copy gets the number of the copy of an earlier repeat from which it takes most values, if these are all copies
-    of one repeat and all different; else copies are numbered in order.
-    """
-    owners: dict[Value, tuple[int, int]] = {}
-    for index, repeat in enumerate(repeats):
-        taken = [
-            Counter(owners[value] for operation in copy for value in operation.operands if value in owners)
-            for copy in repeat.copies
-        ]
-        most = [counts.most_common(1)[0][0] for counts in taken if counts]
-        linked = len(most) == len(set(most)) == len(repeat.copies) and len({other for other, _ in most}) == 1
-        numbers = tuple(number for _, number in most) if linked else tuple(range(len(repeat.copies)))
-        for number, copy in zip(numbers, repeat.copies, strict=True):
-            owners.update((value, (index, number)) for operation in copy for value in operation.tensors)
-        yield numbers
 
 
 def _place(repeat: Repeat) -> str:

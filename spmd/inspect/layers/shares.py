@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 
 import attrs
 
-from spmd.inspect.layers.repeats import Repeat
 from spmd.ir.graph import Operation
 from spmd.plan.data.plan import PlanData
+from spmd.plan.search.repeats import Repeat
 
 
 @attrs.frozen

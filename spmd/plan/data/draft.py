@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterable, Mapping
+from types import MappingProxyType
 
 import attrs
 import torch
@@ -21,6 +22,29 @@ SAME_TENSOR = (PIN, REDISTRIBUTE, RELABEL, torch.ops.aten._to_copy.default)
 
 
 @attrs.frozen(eq=False)
+class Counts:
+    """What of a program stands for several of its kind, one of each of several equal layers.
+
+    Args:
+        made: how often a value is made, where not once.
+        moved: how often it is resharded, where not once: what a layer hands to the next is not, for the last.
+        ties: values that have the same placements.
+    """
+
+    made: Mapping[Value, int] = MappingProxyType({})
+    moved: Mapping[Value, int] = MappingProxyType({})
+    ties: tuple[tuple[Value, Value], ...] = ()
+
+    def runs(self, operation: Operation) -> int:
+        """How often an operation stands in the program."""
+        return self.made.get(operation.tensors[0], 1) if self.made and operation.tensors else 1
+
+
+ONCE = Counts()
+"""Of a program in which everything stands for itself."""
+
+
+@attrs.frozen(eq=False)
 class Draft(Assignment):
     """An assignment in progress, and what the search knows of the program.
 
@@ -34,6 +58,7 @@ class Draft(Assignment):
         gap: the largest relative distance of any axis's cost from its optimum (0.01 is 1%); 0 if every axis was
             searched exactly.
         gather_seconds: as in `Request`.
+        counts: what stands for several of its kind.
     """
 
     options: Mapping[Operation, tuple[Strategy, ...]]
@@ -43,6 +68,7 @@ class Draft(Assignment):
     independent: frozenset[Value]
     gap: float
     gather_seconds: float = math.inf
+    counts: Counts = ONCE
 
     def never_gathered_values(self, axis: str) -> frozenset[Value]:
         """The values that are never gathered along an axis."""

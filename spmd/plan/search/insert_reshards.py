@@ -46,6 +46,7 @@ class _ReshardInserter:
         self.fused = set(draft.fused)
         self.latency_shares = dict(draft.latency_shares)
         self.strategies: dict[Operation, Mapping[str, Strategy]] = {}
+        self.made, self.moved_often = dict(draft.counts.made), dict(draft.counts.moved)
 
     def run(self) -> Draft:
         for value in (*self.draft.graph.inputs, *(value for value, _ in self.draft.graph.constants)):
@@ -64,6 +65,7 @@ class _ReshardInserter:
             states=self.states,
             strategies=self.strategies,
             planned=(*self.draft.planned, self.axis),
+            counts=attrs.evolve(self.draft.counts, made=self.made, moved=self.moved_often),
             gap=max(self.draft.gap, self.choice.gap),
         )
 
@@ -144,6 +146,8 @@ class _ReshardInserter:
             self.fused.add(moved)
         if value in self.latency_shares:
             self.latency_shares[moved] = self.latency_shares[value]
+        if value in self.moved_often:
+            self.made[moved] = self.moved_often[moved] = self.moved_often[value]
         self.states[moved] = {axis: s for axis, s in self.states[value].items() if axis != self.axis}
         self._set_state(moved, target)
         held[target] = moved

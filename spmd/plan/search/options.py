@@ -18,12 +18,14 @@ class SearchOptions:
         minimize: the exact solver; it raises TooWideError where the search must not be exact.
         bound_cells: the most cells of a table in the lower bound that a non-exact search computes its gap from.
         joins: whether two redistributions in a row may become one.
+        fold: whether equal layers are planned once.
         fewer_launches: whether a plan is tried for which launches take twice as long.
     """
 
     minimize: Callable[[Sequence[int], Sequence[Table]], Solution] = minimize
     bound_cells: int = 2**16
     joins: bool = True
+    fold: bool = True
     fewer_launches: bool = True
 
 

@@ -20,12 +20,14 @@ from spmd.plan.memory.limit import fit, fits, fitting, memory_prices
 from spmd.plan.memory.peak import memory_of
 from spmd.plan.schedule.choice import best_schedule
 from spmd.plan.search.finish import finish
+from spmd.plan.search.folding import Folded, fold
 from spmd.plan.search.insert_reshards import insert_reshards
 from spmd.plan.search.never_gathered import allowed, refusal
 from spmd.plan.search.options import SEARCH, SearchOptions
 from spmd.plan.search.prepare import Prepared, prepare
 from spmd.plan.search.problem import AxisChoice, AxisProblem
 from spmd.plan.search.trip_by_trip import trip_by_trip
+from spmd.plan.search.unfolding import unfold
 from spmd.plan.solver.elimination import NoAssignmentError
 
 
@@ -34,6 +36,7 @@ def plan(request: Request, search: SearchOptions = SEARCH) -> PlanData:
 
     Mesh axes are planned one at a time, in every order (with four axes or more, in some orders). The best order is
     planned once more, this time with a guess of the placements on later axes: those of the plan in the reverse order.
+    Equal layers are planned once (`spmd.plan.search.folding`).
     Of the plans within 2% of the fastest, the one that sends the fewest bytes is taken, the earliest on a tie. Under a
     memory limit, every plan is first made to fit. If none fits, the search is repeated with memory prices (Lagrange
     multipliers of the limit). Last comes the schedule of its launches, and where loops reshard stacks: around their
@@ -50,15 +53,24 @@ def plan(request: Request, search: SearchOptions = SEARCH) -> PlanData:
     """
     with single_threaded():
         prepared = prepare(request, search)
-        found = list(map(fit, _allowed_plans(prepared, request.machine)))
-        for price in PRICE_LEVELS:
-            if any(map(fits, found)):
-                break
-            smallest = min(found, key=lambda plan: memory_of(plan).peak)
-            found += map(fit, _allowed_plans(prepared, request.machine, memory_prices(smallest, price)))
+        found = _fitted_plans(prepared)
+        if prepared.repeats and not any(map(fits, found)):  # layers that differ may fit
+            found += _fitted_plans(prepared.unfolded())
         best = _best(fitting(found))
         first, *others = (each for plan in (best, *_with_fewer_launches(best, prepared)) for each in _variants(plan))
         return best_schedule(first, *others).verify()
+
+
+def _fitted_plans(prepared: Prepared) -> list[PlanData]:
+    """The plans that the search finds, each made to fit; with memory prices if none does without."""
+    machine = prepared.request.machine
+    found = list(map(fit, _allowed_plans(prepared, machine)))
+    for price in PRICE_LEVELS:
+        if any(map(fits, found)):
+            break
+        smallest = min(found, key=lambda plan: memory_of(plan).peak)
+        found += map(fit, _allowed_plans(prepared, machine, memory_prices(smallest, price)))
+    return found
 
 
 def _variants(plan: PlanData) -> Iterator[PlanData]:
@@ -103,6 +115,8 @@ def _allowed_plans(
     try:
         return allowed(_plans(prepared, machine, memory_prices))
     except NoAssignmentError:
+        if prepared.repeats:
+            return _allowed_plans(prepared.unfolded(), machine, memory_prices)
         at_a_price = attrs.evolve(prepared, request=attrs.evolve(prepared.request, gather_seconds=_GATHER_SECONDS))
         raise refusal(_plans(at_a_price, machine)) from None
 
@@ -118,17 +132,17 @@ def _plans(
     request, search = prepared.request, prepared.search
     axes = tuple(name for name, size in request.mesh.axes.items() if size > 1)
 
-    starts = {order: prepared.draft(order) for order in _orders(axes)}
+    starts = {order: fold(prepared.draft(order), prepared.repeats) for order in _orders(axes)}
     blind = {order: _plan_axes(start, order, machine, search, memory_prices) for order, start in starts.items()}
-    ends = {order: steps[-1].draft if steps else starts[order] for order, steps in blind.items()}
-    plans = {order: finish(end, request, search.joins) for order, end in ends.items()}
+    ends = {order: steps[-1].draft if steps else starts[order].draft for order, steps in blind.items()}
+    plans = {order: finish(unfold(starts[order], end), request, search.joins) for order, end in ends.items()}
     found = list(plans.values())
     if len(axes) > 1:
         best = min(plans, key=lambda order: plans[order].seconds)
         steps, preview = blind[best], blind[best[::-1]][-1].draft.states
         refined = _plan_axes(starts[best], best, machine, search, memory_prices, steps, preview)
         if refined[-1] is not steps[-1]:
-            found.append(finish(refined[-1].draft, request, search.joins))
+            found.append(finish(unfold(starts[best], refined[-1].draft), request, search.joins))
     return found
 
 
@@ -165,7 +179,7 @@ class _Step:
 
 
 def _plan_axes(
-    draft: Draft,
+    start: Folded,
     order: Sequence[str],
     machine: Machine,
     search: SearchOptions,
@@ -176,7 +190,7 @@ def _plan_axes(
     """Plan axes one after another, with local sizes reduced by the guessed placements on later axes.
 
     Args:
-        draft: the draft to begin with.
+        start: the program to begin with.
         order: the axes in planning order.
         machine: the cost constants.
         search: has the solver.
@@ -186,6 +200,7 @@ def _plan_axes(
         preview: guessed placements of values on all axes.
     """
     steps: list[_Step] = []
+    draft, memory_prices = start.draft, start.prices(memory_prices)
     for position, axis in enumerate(order):
         same = bool(blind) and all(map(operator.is_, steps, blind))
         later = order[position + 1 :]

@@ -17,6 +17,7 @@ from spmd.plan.local.copied_views import copied_views
 from spmd.plan.search.atoms import Refinement, refine
 from spmd.plan.search.boundary import bound
 from spmd.plan.search.options import SEARCH, SearchOptions
+from spmd.plan.search.repeats import Layer, Repeat, aligned, find_repeats
 from spmd.rules import find_rule
 from spmd.rules.ops.random import RANDOM_RULE
 from spmd.rules.rule import Factors, Rule
@@ -31,13 +32,19 @@ class Prepared:
         request: the input of the planner.
         refinement: the atoms of every value and factor.
         options: the strategies on one mesh axis of every operation that has a rule.
+        repeats: the repeated parts of the program, with the layers of their copies; none if each is planned by itself.
         search: the options of the search.
     """
 
     request: Request
     refinement: Refinement
     options: Mapping[Operation, tuple[Strategy, ...]]
+    repeats: Sequence[tuple[Repeat, Sequence[Layer]]] = ()
     search: SearchOptions = SEARCH
+
+    def unfolded(self) -> Prepared:
+        """The same request, of which each layer is planned by itself."""
+        return attrs.evolve(self, repeats=())
 
     def draft(self, order: Sequence[str]) -> Draft:
         """The draft from which planning starts, with no axis planned; `order` has the mesh axes, major first."""
@@ -73,7 +80,8 @@ def prepare(request: Request, search: SearchOptions = SEARCH) -> Prepared:
     Raises:
         RuleError: a rule contradicts its operator.
     """
-    return Prepared(request, *strategies_of(request.graph, request.rules), search)
+    repeats = aligned(find_repeats(request.graph), request.graph) if search.fold else ()
+    return Prepared(request, *strategies_of(request.graph, request.rules), repeats, search)
 
 
 def strategies_of(

@@ -110,7 +110,8 @@ class AxisProblem:
         self.domains = [len(self.strategies[operation]) for operation in draft.graph.operations]
         self.hubs: dict[Value, tuple[int, tuple[Hub, ...]]] = {}
         self.uses, self.ties = _uses(draft)
-        self.runs = {operation: draft.graph.regions.runs(operation) for operation in draft.graph.operations}
+        regions, counts = draft.graph.regions, draft.counts
+        self.runs = {o: regions.runs(o) * counts.runs(o) for o in draft.graph.operations}
         self.producers = {
             value: (operation, position)
             for operation in draft.graph.operations
@@ -182,7 +183,8 @@ class AxisProblem:
         """The times of resharding a value along the axis."""
         dtypes, share = (value.meta.dtype, self.draft.reduce_dtype), self.draft.latency_shares.get(value, 1.0)
         gathering = value in self.never_gathered and self.draft.gather_seconds
-        key = (self.cost.sizes[value], *dtypes, gathering, share, self.draft.graph.regions.runs_of(value))
+        runs = self.draft.graph.regions.runs_of(value) * self.draft.counts.moved.get(value, 1)
+        key = (self.cost.sizes[value], *dtypes, gathering, share, runs)
         if key not in self._move_costs:
             self._move_costs[key] = MoveCost(self.machine, self.axis, self.draft.mesh.axis_size(self.axis), *key)
         return self._move_costs[key]
@@ -200,6 +202,7 @@ class AxisProblem:
             yield Table((variable,), self._times(operation))
         for operation, position in self.ties:
             yield self._tie(operation, position)
+        yield from map(self._tie_of_layers, self.draft.counts.ties)
         for value, uses in self.uses.items():
             single = len(uses) == 1 and len(uses[0].positions) == 1
             yield from self._edge_tables(value, uses[0]) if single else self._hub_tables(value, uses)
@@ -220,6 +223,12 @@ class AxisProblem:
         wanted = [strategy.operands[position] for strategy in self.strategies[operation]]
         costs = [[0.0 if made == taken else math.inf for taken in wanted] for made in self._sources(value)]
         return self._table(value, self.variables[operation], torch.tensor(costs, dtype=torch.float64))
+
+    def _tie_of_layers(self, tied: tuple[Value, Value]) -> Table:
+        """Infinity where what a layer takes from the one before would have another placement than what it gives."""
+        one, other = sorted(tied, key=lambda value: self.variables[self.producers[value][0]])
+        costs = [[0.0 if a == b else math.inf for b in self._sources(other)] for a in self._sources(one)]
+        return self._table(one, self.variables[self.producers[other][0]], torch.tensor(costs, dtype=torch.float64))
 
     def _memory_price(self, value: Value, state: Placement) -> float:
         """The price in seconds of holding a value in a placement."""

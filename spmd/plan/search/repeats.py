@@ -32,10 +32,20 @@ class Repeat:
             of the same metas, with the same data flow between them.
         handed_on: the results that a copy takes from the copy before it, each as the position of the operation in its
             copy and of the tensor among the operation's results.
+        rest: the operations of an incomplete copy behind the last one.
     """
 
     copies: tuple[Copy, ...]
     handed_on: frozenset[tuple[int, int]]
+    rest: Copy = ()
+
+    def begun_at(self, place: int) -> Repeat:
+        """The same operations in copies that begin at a position of these; those before it are left out."""
+        period = len(self.copies[0])
+        run = (*itertools.chain(*self.copies), *self.rest)[place:]
+        ends = range(period, len(run) + 1, period)
+        copies = tuple(run[end - period : end] for end in ends)
+        return attrs.evolve(self, copies=copies, rest=run[len(copies) * period :]) if place else self
 
 
 def find_repeats(graph: Graph) -> tuple[Repeat, ...]:
@@ -52,7 +62,7 @@ def find_repeats(graph: Graph) -> tuple[Repeat, ...]:
     runs = list(_runs(tokens))
     heapq.heapify(runs)
     taken = bytearray(len(operations))
-    found: dict[int, Repeat] = {}
+    found: dict[int, tuple[_Run, Repeat]] = {}
     while runs:
         run = heapq.heappop(runs)
         if not any(has_formula(operation.op) for operation in operations[run.begin : run.begin + run.period]):
@@ -63,9 +73,14 @@ def find_repeats(graph: Graph) -> tuple[Repeat, ...]:
             for part in parts:
                 heapq.heappush(runs, part)
         elif handed_on := _handed_on(copies):
-            found[run.begin] = Repeat(tuple(copies), handed_on)
+            found[run.begin] = run, Repeat(tuple(copies), handed_on)
             taken[run.begin : run.end] = bytes([True]) * (run.end - run.begin)
-    return tuple(found[begin] for begin in sorted(found))
+
+    def completed(run: _Run, repeat: Repeat) -> Repeat:
+        free = itertools.takewhile(lambda place: not taken[place], range(run.end, run.stop))
+        return attrs.evolve(repeat, rest=tuple(map(operations.__getitem__, free)))
+
+    return tuple(completed(*found[begin]) for begin in sorted(found))
 
 
 def _tokens(operations: Sequence[Operation]) -> list[int]:
@@ -181,3 +196,95 @@ def _handed_on(copies: Sequence[Copy]) -> frozenset[tuple[int, int]]:
             return frozenset()
         handed_on |= places
     return frozenset(handed_on)
+
+
+Layer: TypeAlias = tuple[int, int]
+"""A layer: the number of its stack, as an encoder or a decoder, and its own in that."""
+
+
+def numbered(repeats: Sequence[Repeat]) -> list[tuple[Layer, ...]]:
+    """The layer of each copy of each repeat.
+
+    Copies of a backward pass have the numbers of those whose values they take, upwards or downwards; other repeats are
+    stacks of their own, in order. The layers of a stack begin at 0.
+    """
+    numbering = _Numbering()
+    return numbering.shifted([numbering.add(repeat, numbering.layers(repeat)) for repeat in repeats])
+
+
+def aligned(repeats: Sequence[Repeat], graph: Graph) -> list[tuple[Repeat, tuple[Layer, ...]]]:
+    """The repeats with the layers of their copies, which begin where the fewest values pass from copy to copy.
+
+    Of several such places it is the one where a backward copy takes the most values from its own forward copy.
+    """
+    numbering = _Numbering()
+    found = []
+    for repeat in repeats:
+        turned = [repeat.begun_at(place) for place in _narrowest(repeat, graph)]
+        best = min(turned, key=lambda each: numbering.strays(each, numbering.layers(each)))
+        found.append((best, numbering.add(best, numbering.layers(best))))
+    layers = numbering.shifted([layers for _, layers in found])
+    return [(repeat, shifted) for (repeat, _), shifted in zip(found, layers, strict=True)]
+
+
+def _narrowest(repeat: Repeat, graph: Graph) -> list[int]:
+    """The positions in a copy before which the fewest values are held that operations behind them in the run take."""
+    copies, period = repeat.copies, len(repeat.copies[0])
+    run = list(itertools.chain(*copies, repeat.rest))
+    index = {operation: place for place, operation in enumerate(run)}
+    middle = (len(copies) - 1) // 2
+    held = [0] * period
+    for operation in copies[middle]:
+        made = index[operation]
+        for value in operation.tensors:
+            last = max((index.get(reader, made) for reader in graph.consumers.get(value, ())), default=made)
+            for place in range(made + 1, min(last, made + period) + 1):
+                held[place % period] += 1
+    return [place for place, count in enumerate(held) if count == min(held)]
+
+
+class _Numbering:
+    """Numbers repeats one after the other."""
+
+    def __init__(self) -> None:
+        self._owners: dict[Value, Layer] = {}
+        self._count = 0
+
+    def layers(self, repeat: Repeat) -> tuple[Layer, ...]:
+        """The layers of the copies of the next repeat, not yet shifted."""
+        taken: Counter[tuple[int, int, int]] = Counter()
+        for number, copy in enumerate(repeat.copies):
+            counts = Counter(self._owned(copy))
+            for (stack, layer), _ in counts.most_common(1):
+                taken.update({(stack, 1, layer - number): 1, (stack, -1, layer + number): 1})
+        own = (self._count, 1, 0)
+        (stack, sign, begin), agree = max(taken.items(), key=operator.itemgetter(1), default=(own, 0))
+        if 2 * agree < len(repeat.copies) or agree < 2:
+            stack, sign, begin = own
+        return tuple((stack, begin + sign * number) for number in range(len(repeat.copies)))
+
+    def strays(self, repeat: Repeat, layers: Sequence[Layer]) -> int:
+        """How many operands are of other layers than the copies that take them."""
+        return sum(
+            owner != layer for copy, layer in zip(repeat.copies, layers, strict=True) for owner in self._owned(copy)
+        )
+
+    def add(self, repeat: Repeat, layers: tuple[Layer, ...]) -> tuple[Layer, ...]:
+        """Give the copies of the next repeat their layers."""
+        self._count += 1
+        for layer, copy in zip(layers, repeat.copies, strict=True):
+            self._owners.update((value, layer) for operation in copy for value in operation.tensors)
+        return layers
+
+    def shifted(self, found: Sequence[tuple[Layer, ...]]) -> list[tuple[Layer, ...]]:
+        """The layers of all repeats, of which the first of each stack is 0."""
+        first: dict[int, int] = {}
+        for stack, layer in itertools.chain.from_iterable(found):
+            first[stack] = min(layer, first.get(stack, layer))
+        return [tuple((stack, layer - first[stack]) for stack, layer in layers) for layers in found]
+
+    def _owned(self, copy: Copy) -> Iterator[Layer]:
+        for operation in copy:
+            for value in operation.operands:
+                if value in self._owners:
+                    yield self._owners[value]

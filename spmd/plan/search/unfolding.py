@@ -1,0 +1,135 @@
+"""From the plan of a program in which layers stand for others to that of the whole program."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+
+import attrs
+
+from spmd.ir.graph import Operation, Value
+from spmd.ir.markers import REDISTRIBUTE
+from spmd.ir.source import Source
+from spmd.plan.data.assignment import States
+from spmd.plan.data.draft import Draft
+from spmd.plan.search.folding import Folded
+from spmd.rules.strategy import Strategy
+
+
+def unfold(folded: Folded, planned: Draft) -> Draft:
+    """The whole program with the decisions about the shorter one, of which all axes are planned.
+
+    Every operation has the strategies of the one that stands for it, and takes its operands by the same reshards. Each
+    stands where `insert_reshards` puts it.
+    """
+    return planned if folded.draft is folded.whole else _Unfolder(folded, planned).run()
+
+
+class _Unfolder:
+    def __init__(self, folded: Folded, planned: Draft) -> None:
+        self.folded, self.planned, self.whole = folded, planned, folded.whole
+        known = {value for operation in folded.draft.graph.operations for value in operation.tensors}
+        self.resharding: dict[Value, Operation] = {}
+        """By value that planning made, the reshard that makes it."""
+        self.at_once: set[Value] = set()
+        """Those of them that are made right behind what they are made from."""
+        kept, just_made = [], set[Value]()
+        for operation in planned.graph.operations:
+            if operation.op is REDISTRIBUTE and operation.tensors[0] not in known:
+                self.resharding[operation.tensors[0]] = operation
+                just_made = just_made.union(operation.tensors) if operation.operands[0] in just_made else set()
+                self.at_once.update(just_made.intersection(operation.tensors))
+            else:
+                kept.append(operation)
+                just_made = set(operation.tensors)
+        self.model = dict(zip(folded.draft.graph.operations, kept, strict=True))
+        self.states: dict[Value, States] = {
+            value: planned.states.get(folded.values.get(value, value), {}) for value in self.whole.logical
+        }
+        self.logical = dict(self.whole.logical)
+        self.fused, self.latency_shares = set(self.whole.fused), dict(self.whole.latency_shares)
+        self.held: dict[tuple[Value, Value], Value] = {}
+        self.operations: list[Operation] = []
+        self.options, self.pinned = dict(self.whole.options), dict(self.whole.pinned)
+        self.strategies: dict[Operation, Mapping[str, Strategy]] = {}
+
+    def run(self) -> Draft:
+        readers: dict[Value, dict[Value, Operation]] = {}
+        for operation in self.whole.graph.operations:
+            for value, wanted in zip(operation.operands, self.model_of(operation).operands, strict=True):
+                readers.setdefault(value, {}).setdefault(wanted, operation)
+        for operation in self.whole.graph.operations:
+            self.place(operation)
+            for value in operation.tensors:
+                for wanted, reader in readers.get(value, {}).items():
+                    self.reshard_at_once(value, wanted, reader)
+        return attrs.evolve(
+            self.whole,
+            graph=attrs.evolve(self.whole.graph, operations=tuple(self.operations)),
+            logical=self.logical,
+            options=self.options,
+            pinned=self.pinned,
+            fused=frozenset(self.fused),
+            latency_shares=self.latency_shares,
+            states=self.states,
+            strategies=self.strategies,
+            planned=self.planned.planned,
+            gap=self.planned.gap,
+        )
+
+    def model_of(self, operation: Operation) -> Operation:
+        """The planned operation that stands for one of the whole program."""
+        return self.model[self.folded.operations[operation]]
+
+    def place(self, operation: Operation) -> None:
+        """Emit an operation, preceded by the reshards that its operands need."""
+        model = self.model_of(operation)
+        wanted = iter(model.operands)
+        placed = operation.with_operands(lambda value: self.obtain(value, next(wanted), operation))
+        self.operations.append(placed)
+        if model in self.planned.strategies:
+            self.strategies[placed] = self.planned.strategies[model]
+        if operation in self.options:
+            self.options[placed] = self.options.pop(operation)
+        if operation in self.pinned:
+            self.pinned[placed] = self.pinned.pop(operation)
+
+    def obtain(self, value: Value, wanted: Value, user: Operation) -> Value:
+        """The value resharded as `wanted` is in the shorter program."""
+        if wanted not in self.resharding:
+            return value
+        if (value, wanted) not in self.held:
+            (before,) = self.resharding[wanted].operands
+            self.held[value, wanted] = self.reshard(value, self.obtain(value, before, user), wanted, user)
+        return self.held[value, wanted]
+
+    def reshard(self, value: Value, held: Value, wanted: Value, user: Operation) -> Value:
+        """Emit the reshard of a value, or of what it was resharded to, after the model of `wanted`."""
+        base = wanted
+        while base in self.resharding:
+            (base,) = self.resharding[base].operands
+        moved = Value(value.name + wanted.name[len(base.name) :], value.meta)
+        self.operations.append(Operation(REDISTRIBUTE, (held,), {}, (moved,), self.source(value, base, wanted, user)))
+        self.logical[moved] = self.logical[value]
+        self.states[moved] = self.planned.states[wanted]
+        if value in self.fused:
+            self.fused.add(moved)
+        if value in self.latency_shares:
+            self.latency_shares[moved] = self.latency_shares[value]
+        return moved
+
+    def source(self, value: Value, base: Value, wanted: Value, user: Operation) -> Source | None:
+        """The line of a reshard: that of the model, where it is the same value, else as there of its maker or user."""
+        line, maker = self.resharding[wanted].source, self.planned.graph.producers.get(base)
+        if value is base:
+            return line
+        return self.whole.graph.producers[value].source if maker and maker.source == line else user.source
+
+    def reshard_at_once(self, value: Value, wanted: Value, user: Operation) -> None:
+        """Emit the reshards of a value up to `wanted` as far as they stand right behind what makes it."""
+        path: list[Value] = []
+        while wanted in self.resharding:
+            path.append(wanted)
+            (wanted,) = self.resharding[wanted].operands
+        for target in itertools.takewhile(self.at_once.__contains__, reversed(path)):
+            self.obtain(value, target, user)
