@@ -21,7 +21,7 @@ _ENDS = (*DRAFT_MARKERS, FREE)
 
 
 @attrs.frozen
-class Place:
+class LayerPlace:
     """Where an operation or a value stands in a program.
 
     Args:
@@ -44,8 +44,8 @@ class Layers:
 
     def __init__(self, draft: Draft, repeats: Sequence[tuple[Repeat, Sequence[Layer]]]) -> None:
         self.draft = draft
-        self.operations: dict[Operation, Place] = {}
-        self.values: dict[Value, Place] = {}
+        self.operations: dict[Operation, LayerPlace] = {}
+        self.values: dict[Value, LayerPlace] = {}
         self.members: dict[Layer, dict[int, Operation]] = defaultdict(dict)
         self._roles: dict[Hashable, int] = {}
         self._times: Counter[Hashable] = Counter()
@@ -69,13 +69,13 @@ class Layers:
         return self._roles.setdefault((key, self._times[layer, key]), len(self._roles))
 
     def _add(self, operation: Operation, layer: Layer, key: Hashable) -> None:
-        self.operations[operation] = place = Place(*layer, self._role(layer, key))
+        self.operations[operation] = place = LayerPlace(*layer, self._role(layer, key))
         self.members[layer][place.role] = operation
         for number, value in enumerate(operation.tensors):
-            self.values[value] = Place(*layer, self._roles.setdefault((place.role, number), len(self._roles)))
+            self.values[value] = LayerPlace(*layer, self._roles.setdefault((place.role, number), len(self._roles)))
 
     def _follow(self, graph: Graph) -> None:
-        """Place operations that take values of one layer or of two neighbours, and others of the whole program.
+        """LayerPlace operations that take values of one layer or of two neighbours, and others of the whole program.
 
         A value that is made from those of several layers is one of the whole program if it is used several times; else
         it is one of a chain, as a sum over layers, of which no part belongs to one.
@@ -95,7 +95,7 @@ class Layers:
                 joined.update(operation.tensors)
 
     def _lead(self, graph: Graph) -> None:
-        """Place operations whose results are taken in one layer, or two neighbours, and by the end of the program."""
+        """LayerPlace operations whose results are taken in one layer, or two neighbours, and by the end of the program."""
         for operation in reversed(graph.operations):
             if operation not in self.operations and not any(value in self.values for value in operation.operands):
                 readers = [reader for value in operation.tensors for reader in self._consumers.get(value, ())]
@@ -110,7 +110,7 @@ class Layers:
         if isinstance(made, Operation):
             self._add(made, layer, role)
         else:
-            self.values[made] = Place(*layer, self._role(layer, role))
+            self.values[made] = LayerPlace(*layer, self._role(layer, role))
 
     def equal(self) -> Iterator[tuple[int, int, int]]:
         """For every stack: its number, and the first and the last of most consecutive layers that are equal.

@@ -16,7 +16,7 @@ import attrs
 
 from spmd.ir.graph import Graph, Operation, Value
 from spmd.plan.data.draft import Counts, Draft
-from spmd.plan.search.equal_layers import Layers, Place
+from spmd.plan.search.equal_layers import Layers, LayerPlace
 from spmd.plan.search.repeats import Layer, Repeat
 
 _NOTHING: Mapping[Operation, Operation] = MappingProxyType({})
@@ -107,7 +107,7 @@ class _Folder:
         operations = {operation: kept[self.model_of(operation)] for operation in graph.operations}
         return Folded(self.draft, draft, operations, values)
 
-    def is_left_out(self, place: Place | None) -> bool:
+    def is_left_out(self, place: LayerPlace | None) -> bool:
         """Whether another operation or value stands for what is at a place."""
         if place is None or place.stack not in self.spans:
             return False
