@@ -41,6 +41,9 @@ SAME = 1e-3
 _OF_SUMS = 1e-9
 """The largest relative distance of two sums of the same numbers in another order."""
 
+_MOST_LIMITED = 400
+"""The most operations of a program that is planned under a memory limit, for which a search is repeated many times."""
+
 
 class Verdict(str, Enum):
     """The result of a program: of the plan of the folded search, beside that of the search of every layer."""
@@ -125,9 +128,11 @@ def compare(seed: int, runs: bool = True) -> Compared:
 
 def _compared(drawn: Repeated, runs: bool) -> Compared:
     request = drawn.jitted.plan(*drawn.args).request
-    found = Compared(drawn.seed, drawn.name, Verdict.EQUAL, operations=len(request.graph.operations))
-    if drawn.memory is not None:
+    operations, name = len(request.graph.operations), drawn.name
+    if drawn.memory is not None and operations <= _MOST_LIMITED:
+        name = f"{name}, memory {drawn.memory:.0%}"
         request = attrs.evolve(request, memory_limit=int(drawn.memory * memory_of(plan(request, WHOLE)).peak))
+    found = Compared(drawn.seed, name, Verdict.EQUAL, operations=operations)
     planned = [_planned(request, search) for search in (WHOLE, FOLDED)]
     refused = [each for each in planned if isinstance(each, PlanError)]
     if refused:

@@ -44,8 +44,10 @@ class Part:
     function: Callable[[Weights, Tensor, Shared], Tensor]
 
 
-def layer(draw: Draw, sizes: Sizes, cross: bool = False) -> Part:
-    """A layer of one to three parts, of which the last mixes channels; with `cross` one reads the memory."""
+def layer(draw: Draw, sizes: Sizes, cross: bool = False, small: bool = False) -> Part:
+    """A layer of one to three parts, or a small one of one; with `cross` a part reads the memory."""
+    if small:
+        return _with_residual(draw, sizes, draw.choice(*_SMALL)(draw, sizes))
     makers = [draw.choice(*MIXERS)] if draw.maybe(0.7) else []
     makers += [_cross_attention] if cross else []
     makers += [draw.choice(*CHANNELS)] if draw.maybe(0.8) or not makers else []
@@ -231,3 +233,5 @@ MIXERS: tuple[Maker, ...] = (_attention, _attention, _attention, _convolution, _
 
 CHANNELS: tuple[Maker, ...] = (_mlp, _mlp, _gated, _gated, _experts, _linear)
 """What mixes channels."""
+
+_SMALL: tuple[Maker, ...] = (_linear, _pooled, _convolution, _mlp)

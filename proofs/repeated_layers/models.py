@@ -53,12 +53,16 @@ class Model:
 VOCABULARY = 12
 
 
-def model(draw: Draw) -> Model:
-    """A random model."""
+def model(draw: Draw, small: bool = False) -> Model:
+    """A random model; a small one has one kind of layer, of a few operations, and nothing before it and after it."""
     heads = draw.choice(2, 2, 3, 4)
     sizes = Sizes(
         draw.choice(4, 4, 6, 8, 5), draw.choice(4, 6, 5), heads * draw.choice(2, 4), heads, draw.choice(12, 16, 10)
     )
+    if small:
+        kind, prefixes = layer(draw, sizes, small=True), [f"layers.{n}" for n in range(draw.integer(4, 7))]
+        layers = _Layers(f"{len(prefixes)} x [{kind.name}]", [(prefix, kind) for prefix in prefixes])
+        return Model(layers.name, sizes, layers.weights, False, False, layers.run)
     return draw.choice(*[_stack] * 7, *[_two_stacks] * 2, _recurrence)(draw, sizes)
 
 
@@ -114,9 +118,7 @@ def _two_stacks(draw: Draw, sizes: Sizes) -> Model:
         y, after = decoder.run(p, x.flip(-2), {**s, "memory": memory}, call)
         return y, [*before, *after]
 
-    return _between_ends(
-        draw, sizes, f"{encoder.name}, {decoder.name}", {**encoder.weights, **decoder.weights}, run
-    )
+    return _between_ends(draw, sizes, f"{encoder.name}, {decoder.name}", {**encoder.weights, **decoder.weights}, run)
 
 
 def _recurrence(draw: Draw, sizes: Sizes) -> Model:
@@ -159,9 +161,7 @@ _CELLS: dict[str, tuple[int, Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Te
 }
 
 
-def _between_ends(
-    draw: Draw, sizes: Sizes, name: str, weights: Mapping[str, Weight], run: Callable[..., Any]
-) -> Model:
+def _between_ends(draw: Draw, sizes: Sizes, name: str, weights: Mapping[str, Weight], run: Callable[..., Any]) -> Model:
     """A model with layers between an embedding, a norm and a product, or without some of these."""
     embedded, normed, classified = draw.maybe(0.3), draw.maybe(0.3), draw.maybe(0.4)
     shared_table = embedded and classified and draw.maybe()

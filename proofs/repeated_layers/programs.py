@@ -21,7 +21,8 @@ from spmd.api.jit import Jitted, jit
 from spmd.core.mesh import Mesh
 from spmd.plan.machine.link import Link
 
-MESHES = ((2,), (4,), (3,), (2, 2), (2, 4))
+SMALL_MESHES = ((2,), (4,), (3,))
+MESHES = (*SMALL_MESHES, (2, 2), (2, 4))
 DEEP_MESHES = ((2, 2, 2),)
 """Of one program in twenty."""
 
@@ -57,7 +58,7 @@ class Repeated:
         args: its arguments on one device.
         jitted: the function on the mesh.
         mesh: the mesh.
-        memory: the part of the peak of the plan without a limit that is the memory limit; None for no limit.
+        memory: the memory limit of a small program, in peaks of the plan without a limit; None for no limit.
     """
 
     seed: int
@@ -81,13 +82,13 @@ def _checkpointed(function: Callable[..., Tensor], *args: Any) -> Tensor:
     return checkpoint(function, *args, use_reentrant=False)  # type: ignore[no-any-return]
 
 
-def program(seed: int) -> Repeated:
-    """The program of a seed; the default dtype must be float64."""
+def program(seed: int, small: bool = False) -> Repeated:
+    """The program of a seed, or its small one on a mesh of one axis; the default dtype must be float64."""
     rng = random.Random(seed)
-    sizes = rng.choice(DEEP_MESHES if rng.random() < 0.05 else MESHES)
+    sizes = rng.choice(SMALL_MESHES if small else DEEP_MESHES if rng.random() < 0.05 else MESHES)
     mesh = mesh_of(sizes)
     draw = Draw(rng, axes=mesh.names, mesh=sizes)
-    drawn = model(draw)
+    drawn = model(draw, small)
     kind = draw.choice("forward", "forward", "gradients", "sgd", "momentum", "adam")
     again, batched = kind != "forward" and draw.maybe(0.15), draw.maybe(0.12)
     returned, clipped = draw.maybe(0.2), kind in STATES and draw.maybe(0.3)
@@ -101,7 +102,7 @@ def program(seed: int) -> Repeated:
     out_specs = _out_specs(draw, kind, weights, state, returned)
     machine = draw.choice(*MACHINES)
     donated = (0, 1) if kind in STATES and draw.maybe(0.4) else ()
-    memory = 0.7 if draw.maybe(0.15) else None
+    memory = draw.choice(0.7, 0.85) if draw.maybe(0.2) else None
     jitted = jit(
         function,
         (weights, state, batch, target, P()),
@@ -111,7 +112,7 @@ def program(seed: int) -> Repeated:
         donate_argnums=donated,
     )
     traits = {"checkpointed": again, "under vmap": batched, "layers returned": returned, "clipped": clipped}
-    traits |= {"donated": bool(donated), "limited": memory is not None}
+    traits["donated"] = bool(donated)
     words = [kind, *(trait for trait, holds in traits.items() if holds), f"{style} weights", f"batch {batch!r}"]
     name = f"{drawn.name}; {', '.join(words)}; {mesh}, {machine}"
     return Repeated(seed, name, function, args, jitted, mesh, memory)
@@ -121,9 +122,7 @@ STATES = {"sgd": 0, "momentum": 1, "adam": 2}
 """How many tensors an optimizer has for each weight."""
 
 
-def _function(
-    drawn: Model, kind: str, again: bool, batched: bool, returned: bool, clipped: bool
-) -> Callable[..., Any]:
+def _function(drawn: Model, kind: str, again: bool, batched: bool, returned: bool, clipped: bool) -> Callable[..., Any]:
     """The function of a program; with `again` its layers are checkpointed."""
 
     def forward(p: Weights, x: Tensor, s: Shared, call: Call) -> tuple[Tensor, list[Tensor]]:
@@ -181,7 +180,9 @@ def _arguments(seed: int, drawn: Model, states: int) -> tuple[Any, ...]:
         return torch.randn(shape, generator=generator)
 
     weights = {name: 0.4 * normal(*weight.shape) for name, weight in drawn.weights.items()}
-    held = [{name: 0.1 + normal(*weight.shape).square() for name, weight in drawn.weights.items()} for _ in range(states)]
+    held = [
+        {name: 0.1 + normal(*weight.shape).square() for name, weight in drawn.weights.items()} for _ in range(states)
+    ]
     tokens, values = (sizes.batch, sizes.tokens), (sizes.batch, sizes.tokens, sizes.width)
     integers = [torch.randint(VOCABULARY, tokens, generator=generator) for _ in range(2)]
     x = integers[0] if drawn.embedded else normal(*values)

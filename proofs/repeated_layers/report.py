@@ -65,7 +65,10 @@ def summary(found: Sequence[Compared]) -> Iterator[str]:
     ]
     yield from table(
         ("in all", "every layer", "folded"),
-        [(name, text(sum(of(w) for _, w, _ in planned)), text(sum(of(f) for *_, f in planned))) for name, of, text in rows],
+        [
+            (name, text(sum(of(w) for _, w, _ in planned)), text(sum(of(f) for *_, f in planned)))
+            for name, of, text in rows
+        ],
     )
     yield f"{sum(each.identical for each, *_ in planned)} of {len(planned)} plans are the same, operation by operation"
     by_ratio = sorted((each for each, *_ in planned if each.verdict is Verdict.WORSE), key=lambda each: -each.ratio)
