@@ -38,7 +38,7 @@ def main() -> int:
     seeds = range(int(first), int(last or int(first) + 1))
     torch.set_num_threads(1)
     start = time.monotonic()
-    bad = _programs(range(int(first), int(last or int(first) + 1)), options) + _small(options)
+    bad = _programs(seeds, options) + _small(options)
     print(f"{time.monotonic() - start:,.0f} s")
     return int(bad > 0)
 

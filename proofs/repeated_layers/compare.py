@@ -32,7 +32,8 @@ from spmd.runtime.virtual import VirtualProgram
 from spmd.testing.traffic import comms_differences
 
 FOLDED = SEARCH
-WHOLE = attrs.evolve(SEARCH, fold=False) if "fold" in attrs.fields_dict(SearchOptions) else SEARCH
+_NO_FOLD: dict[str, Any] = {"fold": False} if "fold" in attrs.fields_dict(SearchOptions) else {}
+WHOLE = attrs.evolve(SEARCH, **_NO_FOLD)
 """The search of every layer."""
 
 SAME = 1e-3
@@ -210,13 +211,13 @@ def run(made: Plan, args: Sequence[Any]) -> list[DTensor]:
 def _wrong(results: Sequence[DTensor], expected: Sequence[torch.Tensor], request: Request) -> list[str]:
     mistakes = []
     for number, (result, truth, spec) in enumerate(zip(results, expected, request.output_specs, strict=True)):
-        if reason := difference(result, truth, spec and spec.pspec):
+        if reason := difference(result, truth, spec.pspec if spec else None):
             mistakes.append(f"result {number}: {reason}")
     return mistakes
 
 
 def _first_line(error: PlanError) -> str:
-    return str(error).partition("\n")[0]
+    return str(error).partition(". Held there")[0].partition("\n")[0]
 
 
 def _text(error: BaseException) -> str:

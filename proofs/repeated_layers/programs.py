@@ -102,7 +102,7 @@ def program(seed: int, small: bool = False) -> Repeated:
     out_specs = _out_specs(draw, kind, weights, state, returned)
     machine = draw.choice(*MACHINES)
     donated = (0, 1) if kind in STATES and draw.maybe(0.4) else ()
-    memory = draw.choice(0.7, 0.85) if draw.maybe(0.2) else None
+    memory = draw.choice(0.7, 0.9) if draw.maybe(0.2) else None
     jitted = jit(
         function,
         (weights, state, batch, target, P()),

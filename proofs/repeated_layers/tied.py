@@ -54,11 +54,20 @@ class Optima:
     @property
     def mistake(self) -> str:
         """What cannot be, or is not as the plans state; empty if there is nothing."""
-        if min(self.whole, self.folded, self.tied) < self.free * (1 - NEAR):
+        if not _near(self.free, min(self.whole, self.folded, self.tied)):
             return "below the optimum"
-        if self.whole > self.free * (1 + NEAR + self.whole_gap):
+        if not _near(self.whole, self.free * (1 + self.whole_gap)):
             return "the search of every layer is farther from the optimum than its plan states"
         return ""
+
+
+_TIES = 1e-12
+"""Seconds of what breaks ties, `spmd.plan.search.problem.TIE` for each of up to a thousand choices."""
+
+
+def _near(seconds: float, least: float) -> bool:
+    """Whether a time is at most another, but for HiGHS's tolerance and for what breaks ties."""
+    return seconds <= least * (1 + NEAR) + _TIES
 
 
 def optima(seed: int) -> Optima:
@@ -117,7 +126,7 @@ def _least(problem: AxisProblem, origins: Mapping[Value, object] | None = None, 
 
 def line(found: Optima) -> str:
     """One program: its least times, and those of the plans."""
-    free = found.free or MICROSECOND**2
+    free = found.free or _TIES
     parts = [("tied", found.tied), ("every layer", found.whole), ("folded", found.folded)]
     above = ", ".join(f"{name} {seconds / free - 1:+.3%}" for name, seconds in parts)
     gaps = f"gaps {found.whole_gap:.3g}, {found.folded_gap:.3g}"
@@ -126,15 +135,15 @@ def line(found: Optima) -> str:
 
 def differs(found: Optima) -> bool:
     """Whether not all least times are the optimum."""
-    return max(found.tied, found.whole, found.folded) > found.free * (1 + NEAR) or bool(found.mistake)
+    return not _near(max(found.tied, found.whole, found.folded), found.free) or bool(found.mistake)
 
 
 def summary(found: Sequence[Optima]) -> Iterator[str]:
     """How many plans are the optimum, with tied layers or of all, and how far the others are."""
 
     def row(name: str, pairs: Sequence[tuple[float, float]]) -> tuple[str, str, str]:
-        above = [seconds / (least or MICROSECOND**2) - 1 for seconds, least in pairs]
-        return name, str(sum(each <= NEAR for each in above)), f"{max(above, default=0.0):.2%}"
+        farthest = max((seconds / (least or _TIES) - 1 for seconds, least in pairs), default=0.0)
+        return name, str(sum(_near(*pair) for pair in pairs)), f"{max(farthest, 0.0):.2%}"
 
     rows = [
         row("whose optimum with tied layers is the optimum", [(each.tied, each.free) for each in found]),
