@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 THREADS ?= 1
 export OMP_NUM_THREADS := $(THREADS)
 
-.PHONY: setup train test test-all test-hidden-state test-rules prove-rules least-sent test-faults test-faults-at-load test-fuzz test-shard-map test-memory test-scale test-redistribution test-tied-loops test-user-programs test-distributions test-random-bits test-eager-nn test-models operators lint format types bench bench-turns bench-peers bench-predictions notebook readme docs wheel clean test-slow
+.PHONY: setup train test test-all test-hidden-state test-rules prove-rules least-sent test-faults test-faults-at-load test-fuzz test-shard-map test-memory test-scale test-redistribution test-tied-loops test-repeated-layers test-user-programs test-distributions test-random-bits test-eager-nn test-models operators lint format types bench bench-turns bench-peers bench-predictions notebook readme docs wheel clean test-slow
 .DEFAULT_GOAL := test
 
 setup: $(STAMP)
@@ -92,6 +92,12 @@ test-redistribution: $(STAMP)
 # Plans of 200 small programs with loops beside the optimum of the unrolled ones: some minutes.
 test-tied-loops: $(STAMP)
 	$(BIN)/python -m proofs.tied_loops
+
+# Random programs with equal layers, so many, planned layer by layer and with equal layers planned once, both against one
+# device; and small ones beside the optimum with tied layers: half an hour.
+LAYERED ?= 300
+test-repeated-layers: $(STAMP)
+	$(BIN)/python -m proofs.repeated_layers --seeds 0:$(LAYERED) --tied 200 --jobs $(JOBS) $(ARGS)
 
 # Scripts as people write them, twice in one namespace, beside one device: ARGS='llama ppo' for some.
 test-user-programs: $(STAMP)

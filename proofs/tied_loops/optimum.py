@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 import attrs
 import torch
-from torch import Tensor
 
 from proofs.oracle import MICROSECOND, solve_by_highs
+from proofs.tied_loops.tie import Tie
 from proofs.tied_loops.unroll import Unrolled, unroll
 from spmd.core.placement import Shard
 from spmd.ir.dataflow import independent_values
@@ -71,7 +70,7 @@ def optima(request: Request) -> Optima:
     tied: list[float] = []
 
     def solve(domains: Sequence[int], tables: Sequence[Table]) -> Solution:
-        tie = _Tie(problem, unrolled, domains)
+        tie = Tie(problem, unrolled.origins, domains)
         found = list(map(tie.table, (*tables, *_of_rows(problem, unrolled))))
         tied.append(solve_by_highs(tie.domains, found, 1e-3 * planned[0] or MICROSECOND).cost)
         return Solution((0,) * len(domains), tied[0])
@@ -89,49 +88,6 @@ def _problem(
     """The planner's problem, in which every collective is a launch, without copies to a bucket and from it."""
     draft = attrs.evolve(prepare(request).draft((axis,)), independent=independent, latency_shares={})
     return AxisProblem(draft, axis, request.machine, only=only)
-
-
-class _Tie:
-    """The variables of a problem, of which some are one: the variable of the first trip."""
-
-    def __init__(self, problem: AxisProblem, unrolled: Unrolled, domains: Sequence[int]) -> None:
-        copies: dict[object, list[Operation]] = defaultdict(list)
-        for operation in problem.variables:
-            origins = tuple(unrolled.origins.get(value) for value in operation.tensors)
-            copies[origins if any(origins) else operation].append(operation)
-        self.domains = list(domains)
-        self.one: dict[int, tuple[int, Sequence[int]]] = {}
-        """For each variable, the one that it is, and its own choice for each choice of that; -1 where it has none."""
-        for alike in copies.values():
-            own = [problem.strategies[operation] for operation in alike]
-            union = list(dict.fromkeys(_key(strategy) for strategies in own for strategy in strategies))
-            first = problem.variables[alike[0]]
-            self.domains[first] = len(union)
-            for operation, strategies in zip(alike, own, strict=True):
-                numbers = {_key(strategy): number for number, strategy in enumerate(strategies)}
-                self.one[problem.variables[operation]] = first, [numbers.get(key, -1) for key in union]
-
-    def table(self, table: Table) -> Table:
-        """A table over the variables that its variables are."""
-        costs, variables = table.costs, []
-        for dim, variable in enumerate(table.variables):
-            first, choices = self.one.get(variable, (variable, range(self.domains[variable])))
-            costs = _chosen(costs, dim, choices)
-            variables.append(first)
-        kept = sorted(set(variables))
-        return Table(tuple(kept), torch.einsum(costs, list(map(kept.index, variables)), list(range(len(kept)))))
-
-
-def _key(strategy: Strategy) -> object:
-    return strategy.operands, strategy.results, strategy.label
-
-
-def _chosen(costs: Tensor, dim: int, choices: Sequence[int]) -> Tensor:
-    """The rows of some choices; infinity for -1."""
-    nothing = torch.full_like(costs.narrow(dim, 0, 1), math.inf)
-    return torch.cat([costs, nothing], dim).index_select(
-        dim, torch.tensor([each % (costs.shape[dim] + 1) for each in choices])
-    )
 
 
 def _of_rows(problem: AxisProblem, unrolled: Unrolled) -> Iterator[Table]:
