@@ -75,7 +75,7 @@ class Layers:
             self.values[value] = LayerPlace(*layer, self._roles.setdefault((place.role, number), len(self._roles)))
 
     def _follow(self, graph: Graph) -> None:
-        """LayerPlace operations that take values of one layer or of two neighbours, and others of the whole program.
+        """Place operations that take values of one layer or of two neighbours, and others of the whole program.
 
         A value that is made from those of several layers is one of the whole program if it is used several times; else
         it is one of a chain, as a sum over layers, of which no part belongs to one.
@@ -95,7 +95,7 @@ class Layers:
                 joined.update(operation.tensors)
 
     def _lead(self, graph: Graph) -> None:
-        """LayerPlace operations whose results are taken in one layer, or two neighbours, and by the end of the program."""
+        """Place operations whose results are taken in one layer, or two neighbours, and by the end of the program."""
         for operation in reversed(graph.operations):
             if operation not in self.operations and not any(value in self.values for value in operation.operands):
                 readers = [reader for value in operation.tensors for reader in self._consumers.get(value, ())]

@@ -16,7 +16,7 @@ import attrs
 
 from spmd.ir.graph import Graph, Operation, Value
 from spmd.plan.data.draft import Counts, Draft
-from spmd.plan.search.equal_layers import Layers, LayerPlace
+from spmd.plan.search.equal_layers import LayerPlace, Layers
 from spmd.plan.search.repeats import Layer, Repeat
 
 _NOTHING: Mapping[Operation, Operation] = MappingProxyType({})

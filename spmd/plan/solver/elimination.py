@@ -15,7 +15,7 @@ import torch
 
 from spmd.errors import PlanError
 from spmd.plan.solver.dominance import prune
-from spmd.plan.solver.ordering import elimination_order
+from spmd.plan.solver.ordering import FILL_WEIGHTS, elimination_order
 from spmd.plan.solver.reductions import reduce
 from spmd.plan.solver.table import Table
 
@@ -57,7 +57,7 @@ def minimize(domains: Sequence[int], tables: Sequence[Table], max_cells: int = M
         NoAssignmentError: no assignment has a finite cost.
     """
     reduction = reduce(domains, tables, max_cells)
-    order = elimination_order(reduction.domains, reduction.scopes, min(max_cells, NARROW))
+    order = elimination_order(reduction.domains, reduction.scopes, min(max_cells, NARROW), FILL_WEIGHTS[:1])
     if order is None:
         pruned = prune(reduction.domains, reduction.tables)
         if pruned.domains != reduction.domains:

@@ -22,7 +22,10 @@ _HOPELESS = 64.0
 
 
 def elimination_order(
-    domains: tuple[int, ...], scopes: tuple[tuple[int, ...], ...], max_cells: float
+    domains: tuple[int, ...],
+    scopes: tuple[tuple[int, ...], ...],
+    max_cells: float,
+    weights: Sequence[float] = FILL_WEIGHTS,
 ) -> tuple[int, ...] | None:
     """The variables in an order that builds no table of more than `max_cells` cells; None if none is found.
 
@@ -30,8 +33,9 @@ def elimination_order(
         domains: the number of choices of every variable.
         scopes: the variables of every table.
         max_cells: the cells of the largest table that may be built; may be infinite.
+        weights: those of `FILL_WEIGHTS` that are tried.
     """
-    orders = (_order(domains, scopes, weight, max_cells) for weight in FILL_WEIGHTS)
+    orders = (_order(domains, scopes, weight, max_cells) for weight in weights)
     return next((order for order in orders if order is not None), None)
 
 
