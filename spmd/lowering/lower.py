@@ -74,7 +74,7 @@ def build_rank_graph(
     coordinate: Coordinate,
     *,
     known: Known | None = None,
-    passes: Sequence[Callable[[Graph], Graph]] = PASSES,
+    passes: Sequence[Callable[[Graph], Graph]] | None = None,
 ) -> Graph:
     """As `rank_graph`, but built at each call.
 
@@ -85,7 +85,7 @@ def build_rank_graph(
         passes: as of `lower`.
     """
     graph = emit(plan, coordinate, known)
-    for run in passes:
+    for run in PASSES if passes is None else passes:
         graph = run(graph)
     place = (plan.mesh, plan.mesh.rank(coordinate))
     graph = copy_partial_items(copy_partial_views(graph, place, plan.request.donated), place)
