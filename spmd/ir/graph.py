@@ -156,10 +156,10 @@ class Operation:
         """The operator's name without its overload: `mm`."""
         return getattr(self.op, "overloadpacket", self.op).__name__  # type: ignore[no-any-return]
 
-    @property
+    @cached_property
     def is_view(self) -> bool:
-        """Whether the operator is a view operator: its schema says that a result aliases an argument."""
-        return _is_view(self.op)
+        """Whether the operator is one of torch's view operators: its schema says that a result aliases an argument."""
+        return isinstance(self.op, torch._ops.OpOverload) and _is_view(self.op)
 
     @property
     def returns_tuple(self) -> bool:

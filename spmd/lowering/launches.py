@@ -13,7 +13,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 import attrs
-import torch
 
 from spmd.ir.comm import Comm
 from spmd.ir.graph import Graph, Operation, Value, producers_of
@@ -89,7 +88,7 @@ def split_launches(graph: Graph, window_bytes: float) -> Graph:
         window_bytes: as in `LaunchSchedule`.
     """
     parts = [_Splitter(stretch, window_bytes).run() for stretch in stretches(graph.operations)]
-    return attrs.evolve(graph, operations=tuple(itertools.chain.from_iterable(parts))).verify()
+    return attrs.evolve(graph, operations=tuple(itertools.chain.from_iterable(parts)))
 
 
 class _Splitter:
@@ -128,7 +127,7 @@ class _Splitter:
 
     def is_view_of_result(self, operation: Operation) -> bool:
         """Whether it is a view of a result that is not there, or of such a view."""
-        return _is_view(operation) and not self.missing.isdisjoint(operation.operands)
+        return operation.is_view and not self.missing.isdisjoint(operation.operands)
 
     def make(self, values: Iterable[Value]) -> None:
         """Add what makes values, unless they are there."""
@@ -190,7 +189,7 @@ def _placed(stretch: Sequence[Operation], launches: Sequence[Launch]) -> list[Pl
     calls: dict[Operation, PlacedCall[Value]] = {}
     for position, operation in enumerate(stretch):
         reads = [root.get(value, value) for value in operation.operands]
-        if _is_view(operation):
+        if operation.is_view:
             root.update(dict.fromkeys(operation.tensors, reads[0]))
         elif (comm := operation.annotations.comm) is not None:
             calls[operation] = PlacedCall(position, reads, operation.tensors, comm.bytes_of_a_run)
@@ -200,7 +199,3 @@ def _placed(stretch: Sequence[Operation], launches: Sequence[Launch]) -> list[Pl
                 needed.setdefault(value, position)
     groups = [[calls[operation] for operation in launch.collectives] for launch in launches]
     return placed(groups, made, needed, len(stretch))
-
-
-def _is_view(operation: Operation) -> bool:
-    return isinstance(operation.op, torch._ops.OpOverload) and operation.is_view

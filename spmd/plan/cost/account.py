@@ -15,7 +15,7 @@ from spmd.ir.launch_schedule import LaunchSchedule
 from spmd.ir.list_schedule import Unit
 from spmd.ir.markers import REDISTRIBUTE, RELABEL
 from spmd.plan.cost.buckets import bucketed_seconds
-from spmd.plan.cost.launches import with_launches
+from spmd.plan.cost.launches import Stretch, stretches_of, with_launches
 from spmd.plan.cost.local_cost import LocalCost
 from spmd.plan.data.assignment import Assignment
 from spmd.plan.data.causes import cause_of
@@ -54,9 +54,14 @@ class Account:
 
 def account(plan: PlanData) -> Account:
     """The predicted times of every operation and every collective of a plan, on its request's machine."""
+    return attrs.evolve(_without_launches(plan), comms=with_launches(_stretches(plan), plan.schedule))
+
+
+@of_program
+def _stretches(plan: PlanData) -> tuple[Stretch, ...]:
+    """The collectives of a plan by stretches of its program."""
     found = _without_launches(plan)
-    executed = [operation for unit in found.units for operation in unit.operations]
-    return attrs.evolve(found, comms=with_launches(plan, found.comms, executed))
+    return stretches_of(plan, found.comms, [operation for unit in found.units for operation in unit.operations])
 
 
 @of_program
