@@ -116,12 +116,15 @@ class _Splitter:
 
     def run(self) -> list[Operation]:
         """All operations in their new order."""
+        later = []
         for position, operation in enumerate(self.stretch):
             self.start(self.starts.get(position, -1))
             if operation.annotations.comm is None and not self.is_view_of_result(operation):
                 self.add(operation)
+            else:
+                later.append(operation)
         self.start(len(self.launches) - 1)
-        for operation in self.stretch:
+        for operation in later:
             self.make(operation.tensors)
         return self.operations
 
@@ -129,8 +132,10 @@ class _Splitter:
         """Whether it is a view of a result that is not there, or of such a view."""
         return operation.is_view and not self.missing.isdisjoint(operation.operands)
 
-    def make(self, values: Iterable[Value]) -> None:
+    def make(self, values: Sequence[Value]) -> None:
         """Add what makes values, unless they are there."""
+        if self.missing.isdisjoint(values):
+            return
         for value in values:
             if value not in self.missing:
                 continue

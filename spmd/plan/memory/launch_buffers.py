@@ -166,8 +166,11 @@ class _Storages(TorchDispatchMode):
         return found
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = op(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor) and storage_of(made) in self._numbers:
+            return made
         reads = [self.number(leaf) for leaf in iterate_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        known, made = len(self.metas), op(*args, **(kwargs or {}))
+        known = len(self.metas)
         writes = {self.number(leaf) for leaf in iterate_leaves(made) if isinstance(leaf, torch.Tensor)}
         if new := tuple(number for number in sorted(writes) if number >= known):
             self._allocations.append((tuple(reads), new))
