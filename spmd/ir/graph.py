@@ -156,10 +156,10 @@ class Operation:
         """The operator's name without its overload: `mm`."""
         return getattr(self.op, "overloadpacket", self.op).__name__  # type: ignore[no-any-return]
 
-    @property
+    @cached_property
     def is_view(self) -> bool:
-        """Whether the operator is a view operator: its schema says that a result aliases an argument."""
-        return _is_view(self.op)
+        """Whether the operator is one of torch's view operators: its schema says that a result aliases an argument."""
+        return isinstance(self.op, torch._ops.OpOverload) and _is_view(self.op)
 
     @property
     def returns_tuple(self) -> bool:
@@ -176,14 +176,18 @@ class Operation:
         """Whether it draws random numbers, so that it must run once, unsharded and in program order."""
         return self.effect is Effect.RANDOM
 
-    def with_operands(self, replace: Callable[[Value], Value]) -> Operation:
-        """A copy with `replace` applied to each operand; the operation itself if no operand changes."""
-        taken = [replace(operand) for operand in self.operands]
-        if all(map(operator.is_, taken, self.operands)):
+    def with_operands(self, replace: Callable[[Value], Value], **changes: Any) -> Operation:
+        """A copy with `replace` applied to each operand and other changes; the operation itself if nothing changes.
+
+        It has the same form, which is computed once for all copies.
+        """
+        operands = tuple([replace(operand) for operand in self.operands])
+        if not changes and all(map(operator.is_, operands, self.operands)):
             return self
-        operands = iter(taken)
-        take = lambda leaf: next(operands) if isinstance(leaf, Value) else leaf  # noqa: E731
-        return attrs.evolve(self, args=map_leaves(take, self.args), kwargs=map_leaves(take, dict(self.kwargs)))
+        args, kwargs = self.form.filled(operands)
+        copy = attrs.evolve(self, args=args, kwargs=kwargs, **changes)
+        vars(copy).update(form=self.form, operands=operands)
+        return copy
 
     def substitute(self, replaced: Mapping[Value, Value]) -> Operation:
         """A copy with operands replaced; the operation itself if none of its operands is among the keys."""

@@ -39,7 +39,8 @@ def eliminate_dead(graph: Graph, *, collectives: bool = False) -> Graph:
 
 def _without_dead(graph: Graph, collectives: bool, carried: set[Value]) -> tuple[Graph, set[Value]]:
     """The program without dead operations, and the carries of loops that are read; `carried` are known to be."""
-    live, fixed, read = set(graph.outputs), _fixed(graph), set()
+    live, read = set(graph.outputs), set()
+    fixed: set[Value] | None = None
     kept: list[Operation] = []
     skipped: Operation | None = None  # the beginning of a region without a purpose
     for operation in reversed(graph.operations):
@@ -58,6 +59,7 @@ def _without_dead(graph: Graph, collectives: bool, carried: set[Value]) -> tuple
         removable = effect is None or (collectives and effect is Effect.COLLECTIVE)
         if operation.annotations.repetition == 0 and refuses_positions(operation.op):
             positions = [value for value in operation.operands if not value.meta.dtype.is_floating_point]
+            fixed = _fixed(graph) if fixed is None else fixed
             removable = removable and fixed.issuperset(positions)
         if live.isdisjoint(operation.tensors) and removable:
             continue

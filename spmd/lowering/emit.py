@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import attrs
 import torch
 
 from spmd.core.mesh import Coordinate
@@ -83,4 +82,4 @@ class _Emitter:
             here[value] = Value(self.namer.numbered(name), value.meta)
         results = tuple(None if value is None else here[value] for value in operation.results)
         notes = Annotations(operation.annotations.comm, self.repetitions.get(planned, 0), tuple_name, planned)
-        return attrs.evolve(operation.substitute(here), results=results, source=planned.source, annotations=notes)
+        return operation.with_operands(here.__getitem__, results=results, source=planned.source, annotations=notes)

@@ -13,7 +13,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 import attrs
-import torch
 
 from spmd.ir.comm import Comm
 from spmd.ir.graph import Graph, Operation, Value, producers_of
@@ -89,7 +88,7 @@ def split_launches(graph: Graph, window_bytes: float) -> Graph:
         window_bytes: as in `LaunchSchedule`.
     """
     parts = [_Splitter(stretch, window_bytes).run() for stretch in stretches(graph.operations)]
-    return attrs.evolve(graph, operations=tuple(itertools.chain.from_iterable(parts))).verify()
+    return attrs.evolve(graph, operations=tuple(itertools.chain.from_iterable(parts)))
 
 
 class _Splitter:
@@ -117,21 +116,26 @@ class _Splitter:
 
     def run(self) -> list[Operation]:
         """All operations in their new order."""
+        later = []
         for position, operation in enumerate(self.stretch):
             self.start(self.starts.get(position, -1))
             if operation.annotations.comm is None and not self.is_view_of_result(operation):
                 self.add(operation)
+            else:
+                later.append(operation)
         self.start(len(self.launches) - 1)
-        for operation in self.stretch:
+        for operation in later:
             self.make(operation.tensors)
         return self.operations
 
     def is_view_of_result(self, operation: Operation) -> bool:
         """Whether it is a view of a result that is not there, or of such a view."""
-        return _is_view(operation) and not self.missing.isdisjoint(operation.operands)
+        return operation.is_view and not self.missing.isdisjoint(operation.operands)
 
-    def make(self, values: Iterable[Value]) -> None:
+    def make(self, values: Sequence[Value]) -> None:
         """Add what makes values, unless they are there."""
+        if self.missing.isdisjoint(values):
+            return
         for value in values:
             if value not in self.missing:
                 continue
@@ -190,7 +194,7 @@ def _placed(stretch: Sequence[Operation], launches: Sequence[Launch]) -> list[Pl
     calls: dict[Operation, PlacedCall[Value]] = {}
     for position, operation in enumerate(stretch):
         reads = [root.get(value, value) for value in operation.operands]
-        if _is_view(operation):
+        if operation.is_view:
             root.update(dict.fromkeys(operation.tensors, reads[0]))
         elif (comm := operation.annotations.comm) is not None:
             calls[operation] = PlacedCall(position, reads, operation.tensors, comm.bytes_of_a_run)
@@ -200,7 +204,3 @@ def _placed(stretch: Sequence[Operation], launches: Sequence[Launch]) -> list[Pl
                 needed.setdefault(value, position)
     groups = [[calls[operation] for operation in launch.collectives] for launch in launches]
     return placed(groups, made, needed, len(stretch))
-
-
-def _is_view(operation: Operation) -> bool:
-    return isinstance(operation.op, torch._ops.OpOverload) and operation.is_view

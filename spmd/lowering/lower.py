@@ -15,6 +15,7 @@ from spmd.lowering.passes import PASSES
 from spmd.lowering.passes.in_place import write_in_place
 from spmd.lowering.passes.results import copy_partial_items, copy_partial_views
 from spmd.lowering.program import LocalProgram
+from spmd.plan.data.of_program import of_program
 from spmd.plan.data.plan import PlanData
 from spmd.plan.local.fragments import Known
 from spmd.plan.local.variants import plan_at
@@ -42,7 +43,8 @@ def lower(
     """
 
     def build(coordinate: Coordinate) -> Graph:
-        graph = rank_graph(plan_at(plan, coordinate), coordinate, passes=passes)
+        at = plan_at(plan, coordinate)
+        graph = rank_graph(at, coordinate) if passes is None else build_rank_graph(at, coordinate, passes=passes)
         return with_records(graph, plan.comms).verify()
 
     return LocalProgram(
@@ -56,13 +58,25 @@ def lower(
     )
 
 
-def rank_graph(
+@of_program
+def rank_graph(plan: PlanData, coordinate: Coordinate) -> Graph:
+    """The program of the rank at a coordinate under its plan (`plan_at`); its collectives have no records of the plan.
+
+    Args:
+        plan: the plan.
+        coordinate: the mesh coordinate of the rank.
+    """
+    return build_rank_graph(plan, coordinate)
+
+
+def build_rank_graph(
     plan: PlanData,
     coordinate: Coordinate,
+    *,
     known: Known | None = None,
     passes: Sequence[Callable[[Graph], Graph]] | None = None,
 ) -> Graph:
-    """The program of the rank at a coordinate under its plan (`plan_at`); its collectives have no records of the plan.
+    """As `rank_graph`, but built at each call.
 
     Args:
         plan: the plan.

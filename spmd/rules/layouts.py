@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
 
@@ -68,6 +69,11 @@ def need(op: torch._ops.OpOverload, argument: str) -> Need:
     return needs.get(argument, Need.ANY)
 
 
+@lru_cache(maxsize=4096)
+def _has_needs(op: torch._ops.OpOverload) -> bool:
+    return any(need(op, argument.name) is not Need.ANY for argument in op._schema.arguments)
+
+
 def lay_out(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], copy: Callable[..., Any]) -> Any:
     """The arguments of a call, with `copy(leaf, need)` in place of every leaf of an argument that needs a layout.
 
@@ -77,11 +83,14 @@ def lay_out(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str,
         copy: called with a leaf and the `Need` of its argument.
 
     Returns:
-        The positional arguments as a tuple, and the keyword arguments as a dict.
+        The positional and the keyword arguments: those given if the operator needs no layout.
 
     >>> lay_out(torch.ops.aten.view_as_complex.default, ("x",), {}, lambda leaf, need: (leaf, need.name))
     ((('x', 'CONTIGUOUS'),), {})
     """
+
+    if not _has_needs(op):
+        return args, kwargs
 
     def given(name: str, argument: Any) -> Any:
         needed = need(op, name)

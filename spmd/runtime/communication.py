@@ -38,7 +38,7 @@ def communicating(graph: Graph, mesh: Mesh, coordinate: Coordinate, schedule: La
         schedule: how collectives are launched; None if each is waited for where it stands, instead.
     """
     if schedule is not None:
-        graph = split_launches(graph, schedule.window_bytes)
+        graph = split_launches(graph, schedule.window_bytes).verify()
     return bound(graph, lambda operation: _bound(operation, mesh, coordinate))
 
 

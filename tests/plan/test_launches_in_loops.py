@@ -16,7 +16,7 @@ from spmd.ir.launch_schedule import LaunchSchedule
 from spmd.ir.regions import stretches
 from spmd.lowering.launches import Start, Wait, split_launches
 from spmd.lowering.lower import lower
-from spmd.plan.cost.account import account, launched
+from spmd.plan.cost.account import launched
 
 MESH = spmd.make_mesh({"data": 4}, runtime="abstract")
 MACHINE = Machine(flops=1e10, memory_bandwidth=1e10, link_bandwidth=1e7, latency=1e-4, overlap=1.0)
@@ -70,7 +70,7 @@ def test_a_launch_is_waited_for_where_it_was_started(function: Any) -> None:
     assert plan.comms
     for size in (0.0, 2.0**10, 2.0**40):
         schedule = attrs.evolve(plan.request.machine.launch_schedule, bucket_bytes=size, window_bytes=size)
-        changed = launched(plan, account(plan), schedule)
+        changed = launched(plan, schedule)
         operations = split_launches(lower(changed).graph(), schedule.window_bytes).operations
         counts = 0
         for stretch in stretches(operations):
@@ -88,7 +88,7 @@ def test_a_loop_computes_while_its_launches_are_under_way() -> None:
     start, wait = (next(n for n, op in enumerate(ops) if isinstance(op, kind)) for kind in (Start, Wait))
     assert ops[start:wait].count(torch.ops.aten.mm.default) == 4
     assert plan.timing.exposed < 0.5 * plan.timing.communication
-    assert plan.timing.step < launched(plan, account(plan), None).timing.step
+    assert plan.timing.step < launched(plan, None).timing.step
 
 
 @pytest.mark.parametrize("function", [scan, nested])
@@ -101,7 +101,7 @@ def test_the_time_of_a_loop_is_that_of_its_trips(function: Any) -> None:
 def test_a_bucket_has_what_one_trip_sends() -> None:
     plan = plan_of(scan, trips=1000)
     for bucket_bytes, joined in ((512, 2), (511, 1)):
-        found = launched(plan, account(plan), LaunchSchedule(bucket_bytes, bucket_bytes))
+        found = launched(plan, LaunchSchedule(bucket_bytes, bucket_bytes))
         sums = [comm for comm in found.comms if comm.times == 1000]
         assert [(comm.kind, comm.joined, comm.bytes_of_a_run) for comm in sums] == [("all_reduce", joined, 384)] * 2
 

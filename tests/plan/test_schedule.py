@@ -14,7 +14,7 @@ from spmd import Machine, P
 from spmd.inspect import Plan
 from spmd.ir.launch_schedule import LaunchSchedule
 from spmd.ir.markers import REDISTRIBUTE
-from spmd.plan.cost.account import account, launched
+from spmd.plan.cost.account import launched
 from spmd.plan.machine.link import Link
 from spmd.plan.schedule.choice import NEAR, best_schedule
 from spmd.plan.search.options import SearchOptions
@@ -36,7 +36,7 @@ def launches(plan: spmd.inspect.Plan) -> int:
 
 
 def with_largest_buckets(plan: spmd.inspect.Plan) -> spmd.inspect.Plan:
-    return launched(plan, account(plan), plan.request.machine.launch_schedule)
+    return launched(plan, plan.request.machine.launch_schedule)
 
 
 def test_buckets_are_smaller_where_communication_can_pass_beside_computation():
@@ -99,9 +99,8 @@ def test_virtual_ranks_have_the_largest_buckets():
 
 def test_the_schedule_has_the_fewest_launches_of_those_with_nearly_the_least_step():
     plan = data_parallel(MACHINE)
-    found = account(plan)
     sizes = [MACHINE.bucket_bytes / parts for parts in (1, 2, 4, 8, 16)]
-    others = [launched(plan, found, LaunchSchedule(size, size)) for size in sizes]
+    others = [launched(plan, LaunchSchedule(size, size)) for size in sizes]
     least = min(other.timing.step for other in others)
     fast = [other for other in others if other.timing.step <= NEAR * least]
     assert plan.timing.step <= NEAR * least
@@ -167,7 +166,7 @@ def test_waiting_for_other_ranks_passes_beside_computation():
 
     early, late, waiting = (data_parallel(with_links(*seconds)) for seconds in ((0.0, 0.0), (1e-2, 0.0), (0.0, 1e-2)))
     schedule = LaunchSchedule(2.0**18, 2.0**18)
-    steps = [launched(plan, account(plan), schedule).timing.step for plan in (early, late, waiting)]
+    steps = [launched(plan, schedule).timing.step for plan in (early, late, waiting)]
     assert steps[0] < steps[2] < steps[0] + 1.5e-2
     assert steps[0] + 0.1 < steps[1]
 

@@ -23,9 +23,7 @@ PASSES: tuple[Callable[[Graph], Graph], ...] = (
     eliminate_dead,
     simplify_local,
     shard_factories,
-    simplify_local,
     eliminate_dead,
     insert_layout_copies,
 )
-"""The passes in order of execution. `shard_factories` sees shards of constants when reshapes of both are removed, and
-makes constants that may be equal."""
+"""The passes in order of execution. `shard_factories` sees shards of constants when reshapes of both are removed."""

@@ -16,7 +16,7 @@ from spmd.ir.in_place import InPlace
 from spmd.ir.regions import CARRY
 from spmd.lowering.passes.layouts import COPIES
 from spmd.lowering.passes.shards import SHARD
-from spmd.plan.local.strided import Result, Strided, results_of
+from spmd.plan.local.strided import Result, Strided, StridedCall, results_of
 
 
 class Aliases:
@@ -59,6 +59,10 @@ class Aliases:
             if operation.op is copy and needed.is_met(self.layouts[operation.operands[0]].tensor()):
                 return (Result(self.layouts[operation.operands[0]], 0),)
         return tuple(Result(Strided.contiguous(value.meta)) for value in operation.tensors)
+
+    def call(self, operation: Operation) -> StridedCall:
+        """The call of an operation on the tensors of the rank."""
+        return StridedCall.of(operation, [self.layouts[value] for value in operation.operands])
 
     def is_whole(self, value: Value) -> bool:
         """Test for a value that is all of its memory, in row-major order, so that an operator may write to it."""

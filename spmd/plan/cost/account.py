@@ -15,11 +15,12 @@ from spmd.ir.launch_schedule import LaunchSchedule
 from spmd.ir.list_schedule import Unit
 from spmd.ir.markers import REDISTRIBUTE, RELABEL
 from spmd.plan.cost.buckets import bucketed_seconds
-from spmd.plan.cost.launches import with_launches
+from spmd.plan.cost.launches import Stretch, stretches_of, with_launches
 from spmd.plan.cost.local_cost import LocalCost
 from spmd.plan.data.assignment import Assignment
 from spmd.plan.data.causes import cause_of
 from spmd.plan.data.dataflow import fused_values, latency_shares
+from spmd.plan.data.of_program import of_program
 from spmd.plan.data.plan import AnyPlan, PlanData
 from spmd.plan.local.calls import local_collectives, scheduled
 from spmd.plan.local.copied_views import copied_views
@@ -53,6 +54,19 @@ class Account:
 
 def account(plan: PlanData) -> Account:
     """The predicted times of every operation and every collective of a plan, on its request's machine."""
+    return attrs.evolve(_without_launches(plan), comms=with_launches(_stretches(plan), plan.schedule))
+
+
+@of_program
+def _stretches(plan: PlanData) -> tuple[Stretch, ...]:
+    """The collectives of a plan by stretches of its program."""
+    found = _without_launches(plan)
+    return stretches_of(plan, found.comms, [operation for unit in found.units for operation in unit.operations])
+
+
+@of_program
+def _without_launches(plan: PlanData) -> Account:
+    """The account of a plan in which every collective is launched alone."""
     assignment = assignment_of(plan)
     cost = LocalCost.of(plan.request.machine, assignment)
     seconds = {
@@ -62,18 +76,15 @@ def account(plan: PlanData) -> Account:
     trips, runs = plan.graph.regions.trips, plan.graph.regions.runs
     seconds = {operation: runs(operation) * time for operation, time in seconds.items()}
     units = scheduled(plan)
-    executed = [operation for unit in units for operation in unit.operations]
-    comms = {operation: _comms(plan, assignment, operation) for operation in executed}
+    comms = {o: _comms(plan, assignment, o) for unit in units for o in unit.operations}
     found = {o: tuple(one.repeated(trips(o), runs(o)) for one in sent) for o, sent in comms.items() if sent}
-    return Account(seconds, with_launches(plan, found, executed), units)
+    return Account(seconds, found, units)
 
 
-def launched(plan: AnyPlan, found: Account, schedule: LaunchSchedule | None) -> AnyPlan:
-    """A plan, whose account is known, with a schedule of its launches."""
+def launched(plan: AnyPlan, schedule: LaunchSchedule | None) -> AnyPlan:
+    """A plan with another schedule of its launches."""
     changed = attrs.evolve(plan, schedule=schedule)
-    executed = [operation for unit in found.units for operation in unit.operations]
-    comms = with_launches(changed, found.comms, executed)
-    return attrs.evolve(changed, comms=attrs.evolve(found, comms=comms).all_comms)
+    return attrs.evolve(changed, comms=account(changed).all_comms)
 
 
 def assignment_of(plan: PlanData) -> Assignment:

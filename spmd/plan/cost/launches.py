@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 
 import attrs
 import torch
@@ -22,7 +22,7 @@ from spmd.collectives.primitives import COLLECTIVES, KINDS
 from spmd.collectives.resharding import redistribution
 from spmd.ir.comm import Comm
 from spmd.ir.graph import Operation, Value
-from spmd.ir.launch_schedule import PlacedLaunch, launch_order
+from spmd.ir.launch_schedule import LaunchSchedule, PlacedLaunch, launch_order
 from spmd.ir.markers import REDISTRIBUTE, RELABEL
 from spmd.ir.regions import GIVE, LEAVES, stretches
 from spmd.plan.data.plan import PlanData
@@ -43,6 +43,7 @@ class _TimedCollective:
         ready, needed: its operand is made by the one time, its result is needed at the other.
         buffer: the bytes of its larger buffer.
         goes_on: whether its result is sent by another collective of the same operation.
+        key: what it has in common with those of its bucket; None if it is launched alone.
     """
 
     comm: Comm
@@ -51,6 +52,14 @@ class _TimedCollective:
     needed: float
     buffer: float
     goes_on: bool
+    key: Hashable
+
+    def after(self, ready: float) -> _TimedCollective:
+        """The collective whose operand is made by a time, after which it is launched.
+
+        What it sends may be a result of a bucket with a later operation.
+        """
+        return attrs.evolve(self, ready=ready, here=max(self.here, math.nextafter(ready, math.inf)))
 
 
 class _Launch:
@@ -87,66 +96,83 @@ class _Launch:
         self.needed, self.buffer = min(self.needed, call.needed), self.buffer + call.buffer
 
 
-def with_launches(plan: PlanData, comms: Comms, executed: Sequence[Operation]) -> dict[Operation, tuple[Comm, ...]]:
-    """The collectives with the numbers of their launches.
-
-    In a plan without a schedule each is launched alone, in the order of the program. No launch passes a bound of a loop
-    or a branch.
+@attrs.frozen(eq=False)
+class Stretch:
+    """The collectives of a plan between two bounds of regions, which any schedule joins to launches.
 
     Args:
-        plan: the plan, whose schedule says how large buckets are.
+        comms: the collectives of each operation.
+        steps: the first collective of each operation, in the order of the program, then the second ones, and so on.
+    """
+
+    comms: Comms
+    steps: tuple[tuple[tuple[Operation, _TimedCollective], ...], ...]
+
+    @classmethod
+    def of(cls, plan: PlanData, comms: Comms, executed: Sequence[Operation]) -> Stretch:
+        """The collectives `comms` of operations in order of execution, without bounds of regions."""
+        needed = _needed(executed)
+        made, leaving = _made(executed, comms, needed), _leaving(executed)
+        steps: dict[int, list[tuple[Operation, _TimedCollective]]] = defaultdict(list)
+        for time, operation in enumerate(executed):
+            for step, comm in enumerate(comms.get(operation, ())):
+                ready = max(map(made.__getitem__, operation.operands), default=-1.0)
+                buffer = KINDS[comm.kind].buffer(plan.mesh.axis_size(comm.axes), comm.bytes_of_a_run)
+                key = _key(plan, operation, comms[operation], step, leaving)
+                call = _call(operation, comms[operation], step, time, ready, needed, buffer, key)
+                steps[step].append((operation, call))
+        return cls(comms, tuple(tuple(steps[step]) for step in range(len(steps))))
+
+    def joined(
+        self, schedule: LaunchSchedule | None, numbers: Iterator[int]
+    ) -> Iterator[tuple[Operation, tuple[Comm, ...]]]:
+        """The collectives of each operation with the numbers of their launches, which are the next of `numbers`."""
+        limit, window = (schedule.bucket_bytes, schedule.window_bytes) if schedule else (0.0, 0.0)
+        launches: list[_Launch] = []
+        found: dict[Operation, list[_Launch]] = {operation: [] for operation in self.comms}
+        waiting: dict[Hashable, list[_Launch]] = {}
+        for step in self.steps:
+            for operation, call in step:
+                call = call.after(found[operation][-1].place) if found[operation] else call
+                others = waiting.setdefault(call.key, []) if call.key is not None else []
+                launch = next((other for other in reversed(others) if other.takes(call, limit)), None)
+                if launch is not None:
+                    launch.add(call)
+                else:
+                    launch = _Launch(call)
+                    launches.append(launch)
+                    others.append(launch)
+                found[operation].append(launch)
+            waiting = {key: [other for other in others if not other.goes_on] for key, others in waiting.items()}
+        placed = {launch.placed(): launch for launch in sorted(launches, key=lambda launch: launch.place)}
+        number_of = {placed[one]: next(numbers) for one in launch_order(list(placed), window)}
+        for operation, comms in self.comms.items():
+            pairs = zip(comms, found[operation], strict=True)
+            yield (
+                operation,
+                tuple(attrs.evolve(comm, launch=number_of[launch], joined=len(launch.calls)) for comm, launch in pairs),
+            )
+
+
+def stretches_of(plan: PlanData, comms: Comms, executed: Sequence[Operation]) -> tuple[Stretch, ...]:
+    """The collectives of a plan, which is not read for its schedule, by stretches of the program that have any.
+
+    Args:
+        plan: the plan.
         comms: the collectives of each operation.
         executed: all operations, in order of execution.
     """
-    found: dict[Operation, tuple[Comm, ...]] = {}
+    sent = ((stretch, {o: comms[o] for o in stretch if o in comms}) for stretch in stretches(executed))
+    return tuple(Stretch.of(plan, found, stretch) for stretch, found in sent if found)
+
+
+def with_launches(sent: Iterable[Stretch], schedule: LaunchSchedule | None) -> dict[Operation, tuple[Comm, ...]]:
+    """The collectives with the numbers of their launches; without a schedule each is launched alone, in their order.
+
+    No launch passes a bound of a loop or a branch.
+    """
     numbers = itertools.count()
-    for stretch in stretches(executed):
-        sent = {operation: comms[operation] for operation in stretch if operation in comms}
-        found |= _of_a_stretch(plan, sent, stretch, numbers) if sent else {}
-    return found
-
-
-def _of_a_stretch(
-    plan: PlanData, comms: Comms, executed: Sequence[Operation], numbers: Iterator[int]
-) -> dict[Operation, tuple[Comm, ...]]:
-    """As `with_launches`, for operations between bounds of regions; `numbers` are those of the next launches."""
-    limit, window = (plan.schedule.bucket_bytes, plan.schedule.window_bytes) if plan.schedule else (0.0, 0.0)
-    needed = _needed(executed)
-    made, leaving = _made(executed, comms, needed), _leaving(executed)
-    launches: list[_Launch] = []
-    found: dict[tuple[Operation, int], _Launch] = {}
-    waiting: dict[Hashable, list[_Launch]] = {}
-    for step in range(max(map(len, comms.values()), default=0)):
-        for time, operation in enumerate(executed):
-            if len(comms.get(operation, ())) <= step:
-                continue
-            ready = (
-                found[operation, step - 1].place
-                if step
-                else max(map(made.__getitem__, operation.operands), default=-1.0)
-            )
-            comm = comms[operation][step]
-            buffer = KINDS[comm.kind].buffer(plan.mesh.axis_size(comm.axes), comm.bytes_of_a_run)
-            call = _call(operation, comms[operation], step, time, ready, needed, buffer)
-            key = _key(plan, operation, comms[operation], step, leaving)
-            others = waiting.setdefault(key, []) if key is not None else []
-            launch = next((other for other in reversed(others) if other.takes(call, limit)), None)
-            if launch is not None:
-                launch.add(call)
-            else:
-                launch = _Launch(call)
-                launches.append(launch)
-                others.append(launch)
-            found[operation, step] = launch
-        waiting = {key: [other for other in others if not other.goes_on] for key, others in waiting.items()}
-    placed = {launch.placed(): launch for launch in sorted(launches, key=lambda launch: launch.place)}
-    number_of = {placed[one]: next(numbers) for one in launch_order(list(placed), window)}
-
-    def numbered(operation: Operation, step: int) -> Comm:
-        launch = found[operation, step]
-        return attrs.evolve(comms[operation][step], launch=number_of[launch], joined=len(launch.calls))
-
-    return {operation: tuple(numbered(operation, step) for step in range(len(comms[operation]))) for operation in comms}
+    return dict(pair for stretch in sent for pair in stretch.joined(schedule, numbers))
 
 
 def _call(
@@ -157,16 +183,13 @@ def _call(
     ready: float,
     needed: Mapping[Value, float],
     buffer: float,
+    key: Hashable,
 ) -> _TimedCollective:
-    """A collective of an operation: the first ones are launched within half a unit of time of the last one.
-
-    Each is launched after the one whose result it sends, which may be in a bucket with a later operation.
-    """
+    """A collective of an operation: the first ones are launched within half a unit of time of the last one."""
     rest = (len(found) - step) / (2 * len(found))
     last = min((needed.get(value, math.inf) for value in operation.tensors), default=math.inf)
-    goes_on = step + 1 < len(found)
-    here = max(time + 0.5 - rest, math.nextafter(ready, math.inf))
-    return _TimedCollective(found[step], here, ready, last - rest, buffer, goes_on)
+    call = _TimedCollective(found[step], time + 0.5 - rest, ready, last - rest, buffer, step + 1 < len(found), key)
+    return call if step else call.after(ready)
 
 
 def _needed(operations: Sequence[Operation]) -> Mapping[Value, float]:
@@ -213,7 +236,7 @@ def _leaving(operations: Sequence[Operation]) -> Mapping[Value, frozenset[Hashab
 
 def _is_view(operation: Operation) -> bool:
     """Whether an operation only names what is there in another way."""
-    return operation.op is RELABEL or (isinstance(operation.op, torch._ops.OpOverload) and operation.is_view)
+    return operation.op is RELABEL or operation.is_view
 
 
 def _key(

@@ -29,6 +29,7 @@ from spmd.ir.number import Number
 from spmd.ir.simplify import eliminate_dead
 from spmd.plan.data.assignment import Assignment
 from spmd.plan.data.layout import regroup
+from spmd.plan.data.of_program import of_program
 from spmd.plan.data.plan import PlanData
 from spmd.rules import find_rule
 from spmd.rules.nested import combined
@@ -203,6 +204,7 @@ def runs_local_implementation(
     return replaced or local_implementation(chosen) is not None
 
 
+@of_program
 def scheduled(plan: PlanData) -> tuple[Unit, ...]:
     """The calls that a rank makes, in order: those of one list operator (`_foreach_*`) are one call."""
     rules, operations = plan.request.rules, plan.graph.operations

@@ -5,6 +5,7 @@ Lowering joins the fragments of all operations to the program of a rank; the mem
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from functools import lru_cache
 from typing import Any, TypeAlias
 
@@ -62,6 +63,7 @@ class Fragments:
     def __init__(self, plan: PlanData, coordinate: Coordinate, known: Known | None = None) -> None:
         self.plan, self.coordinate = plan, coordinate
         self._known: Known = {} if known is None else known
+        self._operators: dict[Hashable, Fragment] = {}
         self._locals: dict[Value, TensorMeta] = {}
 
     def local(self, value: Value) -> TensorMeta:
@@ -100,7 +102,18 @@ class Fragments:
         return None if body is None else (body, ())
 
     def _operator(self, unit: Unit) -> Fragment:
-        """The operator itself, on local tensors and with local sizes."""
+        """The operator itself, on local tensors and with local sizes; equal calls share one fragment."""
+        if len(unit.operations) > 1:
+            return self._call(unit)
+        (operation,), numbers = unit.operations, {value: number for number, value in enumerate(unit.operands)}
+        operands = tuple([(numbers[value], self.local(value)) for value in operation.operands])
+        results = tuple([None if value is None else self.local(value) for value in operation.results])
+        key = operation.form, operands, results
+        if key not in self._operators:
+            self._operators[key] = self._call(unit)
+        return self._operators[key]
+
+    def _call(self, unit: Unit) -> Fragment:
         inputs = {value: Value(value.name, self.local(value)) for value in unit.operands}
         local = lambda leaf: inputs[leaf] if isinstance(leaf, Value) else leaf  # noqa: E731
         args, kwargs = map_leaves(local, unit.args), map_leaves(local, dict(unit.kwargs))

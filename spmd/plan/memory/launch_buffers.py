@@ -21,7 +21,7 @@ from spmd.collectives.transport.exchange import Exchange
 from spmd.core.mesh import Coordinate, Mesh
 from spmd.core.spec import TensorMeta
 from spmd.ir.graph import iterate_leaves
-from spmd.plan.local.strided import StridedCall, storage_of
+from spmd.plan.local.strided import Strided, StridedCall, storage_of
 
 Allocation: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
 """The numbers of the buffers that an operator reads, and of those that it allocates."""
@@ -63,7 +63,8 @@ def launch_buffers(mesh: Mesh, ranks: tuple[Coordinate, ...], calls: tuple[Strid
         return _ragged(*calls)
     if mesh.axis_size(calls[0].form.args[-1]) == 1:
         return _alone(*calls)
-    bound = [_bound(mesh, ranks, call) for call in calls]
+    parts = {call: _part(mesh, ranks, call) for call in dict.fromkeys(calls)}
+    bound = [parts[call].bound for call in calls]
     run = bound[0] if len(bound) == 1 else Bucket.of(bound)
     operands = [call.operands[0].tensor() for call in calls]
     storages = _Storages(operands)
@@ -74,17 +75,39 @@ def launch_buffers(mesh: Mesh, ranks: tuple[Coordinate, ...], calls: tuple[Strid
     numbers = storages.number(packed), storages.number(received)
     with storages:
         rows = run.rows(received) if isinstance(run, Bucket) else (received,)
-    found = tuple(storages.unpacked(*one) for one in zip(calls, bound, rows, strict=True))
-    return LaunchBuffers(storages.metas, packing, *numbers, storages.taken(), found, run.in_place is None)
+    found = tuple(storages.unpacked(parts[call], row) for call, row in zip(calls, rows, strict=True))
+    metas = tuple(storages.metas)
+    return LaunchBuffers(metas, packing, *numbers, storages.taken(), found, run.in_place is None)
 
 
-def _bound(mesh: Mesh, ranks: Sequence[Coordinate], call: StridedCall) -> Exchange:
-    """The exchange of a call."""
+@lru_cache(maxsize=4096)
+def _part(mesh: Mesh, ranks: tuple[Coordinate, ...], call: StridedCall) -> _Part:
+    """The part of a launch that is one call."""
     *rest, axes = call.form.args[1:]
     busiest = COLLECTIVES[call.form.op].busiest([mesh.axis_index(rank, axes) for rank in ranks], *rest)
     found = bind(call.form.op, mesh, ranks[0], call.operands[0].meta, (*busiest, axes), communicates=False)
     assert isinstance(found, Exchange)
-    return found
+    return _Part(found)
+
+
+class _Part:
+    """One call of a launch, and what it allocates to unpack its result, by the row of the buffer that it received."""
+
+    def __init__(self, bound: Exchange) -> None:
+        self.bound = bound
+        self._unpacking: dict[Strided, tuple[Sequence[TensorMeta], tuple[Allocation, ...], int]] = {}
+
+    def unpacking(self, row: torch.Tensor) -> tuple[Sequence[TensorMeta], tuple[Allocation, ...], int]:
+        """Buffers, of which that with the row is the first, allocations, and the buffer of the result."""
+        apart = row.ndim == 2 and row.stride(0) > row.shape[1]  # how far does not matter to any operator
+        key = Strided(TensorMeta.of(row), (2 * row.shape[1], 1) if apart else row.stride())
+        if key not in self._unpacking:
+            received = key.tensor()
+            storages = _Storages([received])
+            with storages:
+                result = storages.number(self.bound.unpack(received))
+            self._unpacking[key] = storages.metas, storages.taken(), result
+        return self._unpacking[key]
 
 
 def _ragged(call: StridedCall) -> LaunchBuffers:
@@ -112,39 +135,28 @@ class _Storages(TorchDispatchMode):
         self._tensors: list[torch.Tensor] = []  # held, so that no storage has the address of an earlier one
         self._numbers: dict[int, int] = {}
         self._allocations: list[Allocation] = []
-        self._unpacked: dict[StridedCall, tuple[int, list[Allocation], int]] = {}
+        self.metas: list[TensorMeta] = []
+        """The shape and dtype of each storage, as a flat tensor."""
         for tensor in tensors:
             self.number(tensor)
-
-    @property
-    def metas(self) -> tuple[TensorMeta, ...]:
-        """The shape and dtype of each storage, as a flat tensor."""
-        nbytes = ((tensor.untyped_storage().nbytes(), tensor.dtype) for tensor in self._tensors)
-        return tuple(TensorMeta((size // dtype.itemsize,), dtype) for size, dtype in nbytes)
 
     def number(self, tensor: torch.Tensor) -> int:
         """The number of a tensor's storage, a new one if it has none."""
         key = storage_of(tensor)
         if key not in self._numbers:
-            self._numbers[key] = len(self._tensors)
+            self._numbers[key] = len(self.metas)
             self._tensors.append(tensor)
+            self.metas.append(TensorMeta((tensor.untyped_storage().nbytes() // tensor.itemsize,), tensor.dtype))
         return self._numbers[key]
 
-    def unpacked(self, call: StridedCall, part: Exchange, row: torch.Tensor) -> int:
-        """The number of a call's result, from what it received; equal calls allocate the same."""
-        received, begin = self.number(row), len(self._allocations)
-        if call not in self._unpacked:
-            with self:
-                result = self.number(part.unpack(row))
-            self._unpacked[call] = received, self._allocations[begin:], result
-            return result
-        before, allocations, result = self._unpacked[call]
-        numbers = {before: received}
-        for reads, writes in allocations:
-            for number in writes:
-                numbers[number] = len(self._tensors)
-                self._tensors.append(self._tensors[number])
-            self._allocations.append((tuple(map(numbers.__getitem__, reads)), tuple(map(numbers.__getitem__, writes))))
+    def unpacked(self, part: _Part, row: torch.Tensor) -> int:
+        """The number of a call's result, from what it received."""
+        metas, allocations, result = part.unpacking(row)
+        numbers = [self.number(row), *range(len(self.metas), len(self.metas) + len(metas) - 1)]
+        self.metas += metas[1:]
+        for allocation in allocations:
+            reads, writes = (tuple(map(numbers.__getitem__, each)) for each in allocation)
+            self._allocations.append((reads, writes))
         return numbers[result]
 
     def taken(self) -> tuple[Allocation, ...]:
@@ -154,8 +166,11 @@ class _Storages(TorchDispatchMode):
         return found
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = op(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor) and storage_of(made) in self._numbers:
+            return made
         reads = [self.number(leaf) for leaf in iterate_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        known, made = len(self._tensors), op(*args, **(kwargs or {}))
+        known = len(self.metas)
         writes = {self.number(leaf) for leaf in iterate_leaves(made) if isinstance(leaf, torch.Tensor)}
         if new := tuple(number for number in sorted(writes) if number >= known):
             self._allocations.append((tuple(reads), new))

@@ -78,7 +78,7 @@ def fit(plan: PlanData) -> PlanData:
     """
     if fits(plan):
         return plan
-    plan = launched(plan, account(plan), None)
+    plan = launched(plan, None)
     if fits(plan):
         return plan
     found = _reordered(plan)

@@ -19,11 +19,10 @@ from spmd.ir.graph import Graph, Operation, Value
 from spmd.ir.in_place import InPlace, rewritable, targets
 from spmd.ir.regions import BEGINS, CARRY, END, MERGE, NEXT, STACK, STRUCTURE
 from spmd.lowering.launches import Launch, Start, Wait, split_launches, with_records
-from spmd.lowering.lower import rank_graph
+from spmd.lowering.lower import build_rank_graph, rank_graph
 from spmd.lowering.passes.aliases import Aliases
 from spmd.plan.data.plan import PlanData
 from spmd.plan.local.fragments import Known
-from spmd.plan.local.strided import StridedCall
 from spmd.plan.memory.launch_buffers import Allocation, launch_buffers
 
 
@@ -75,7 +74,7 @@ class Liveness:
 def liveness_of(plan: PlanData, known: Known | None = None, coordinate: Coordinate | None = None) -> Liveness:
     """The liveness of the program of the rank at a coordinate, by default zero; `known` is as in `Fragments`."""
     coordinate = coordinate or (0,) * len(plan.mesh.names)
-    graph = rank_graph(plan, coordinate, known)
+    graph = rank_graph(plan, coordinate) if known is None else build_rank_graph(plan, coordinate, known=known)
     if plan.mesh.runtime is Runtime.DISTRIBUTED and plan.schedule is not None:
         graph = split_launches(with_records(graph, plan.comms), plan.schedule.window_bytes)
     return _Recorder(plan, graph, coordinate).run()
@@ -164,7 +163,8 @@ class _Recorder:
 
     def launch(self, operation: Operation, launch: Launch, held: Sequence[Buffer] = ()) -> None:
         """Record the start of a launch; what is `held` is held until its end."""
-        found = launch_buffers(self.plan.mesh, ranks_like(self.plan, self.coordinate), calls_of(launch, self.aliases))
+        calls = tuple(map(self.aliases.call, launch.collectives))
+        found = launch_buffers(self.plan.mesh, ranks_like(self.plan, self.coordinate), calls)
         operands = self.buffers(launch.operands)
         buffers = dict(enumerate(operands))
         for number, result in zip(found.results, launch.results, strict=True):
@@ -228,14 +228,6 @@ def _rewritten(operation: Operation) -> Iterator[tuple[Value, Value]]:
         functional = attrs.evolve(operation, op=operation.op.op)
         free = dict(zip(targets(functional), operation.op.free, strict=True))
         yield from (pair for pair in rewritable(functional) if free[pair[0]])
-
-
-def calls_of(launch: Launch, aliases: Aliases) -> tuple[StridedCall, ...]:
-    """The calls of the collectives of a launch on this rank's tensors."""
-    return tuple(
-        StridedCall.of(operation, [aliases.layouts[value] for value in operation.operands])
-        for operation in launch.collectives
-    )
 
 
 def ranks_like(plan: PlanData, coordinate: Coordinate) -> tuple[Coordinate, ...]:

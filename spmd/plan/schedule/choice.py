@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from spmd.core.mesh import Runtime
 from spmd.ir.launch_schedule import LaunchSchedule
-from spmd.plan.cost.account import account, launched
+from spmd.plan.cost.account import launched
 from spmd.plan.data.plan import AnyPlan, PlanData
 from spmd.plan.memory.limit import fits
-from spmd.plan.schedule.timing import Simulation
+from spmd.plan.schedule.timing import timing_of
 
 _PARTS = (1, 2, 4, 8, 16)
 """By how much buckets are smaller than the largest."""
@@ -30,18 +30,16 @@ def best_schedule(plan: AnyPlan, *others: AnyPlan) -> AnyPlan:
         plan: the plan.
         others: other plans for the same request, of which one is taken if it is better.
     """
-    plans = [(each, account(each)) for each in (plan, *others)]
     candidates = [
-        (candidate, number)
-        for number, (each, found) in enumerate(plans)
+        candidate
+        for each in (plan, *others)
         for schedule in _schedules(each)
-        if fits(candidate := launched(each, found, schedule))
+        if fits(candidate := launched(each, schedule))
     ]
     if len(candidates) < 2:
-        return candidates[0][0] if candidates else launched(*plans[0], None)
-    simulations = [Simulation.of(each, found) for each, found in plans]
-    steps = [simulations[number].timing(candidate).step for candidate, number in candidates]
-    fast = [candidate for (candidate, _), step in zip(candidates, steps, strict=True) if step <= NEAR * min(steps)]
+        return candidates[0] if candidates else launched(plan, None)
+    steps = [timing_of(candidate).step for candidate in candidates]
+    fast = [candidate for candidate, step in zip(candidates, steps, strict=True) if step <= NEAR * min(steps)]
     return min(fast, key=lambda candidate: sum({comm.launch: comm.times for comm in candidate.comms}.values()))
 
 

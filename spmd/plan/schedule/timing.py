@@ -9,16 +9,18 @@ import attrs
 
 from spmd.collectives.primitive import Collective
 from spmd.collectives.primitives import KINDS
-from spmd.ir.graph import Graph, Operation
+from spmd.ir.graph import Graph, Operation, Value
 from spmd.lowering.launches import Launch, Start, Wait, split_launches, with_records
 from spmd.lowering.lower import rank_graph
 from spmd.lowering.passes.aliases import Aliases
-from spmd.plan.cost.account import Account, account
+from spmd.plan.cost.account import account
 from spmd.plan.cost.buckets import copying_seconds
+from spmd.plan.data.of_program import of_program
 from spmd.plan.data.plan import PlanData
+from spmd.plan.local.strided import StridedCall
 from spmd.plan.machine.machine import Machine
 from spmd.plan.memory.launch_buffers import LaunchBuffers, launch_buffers
-from spmd.plan.memory.liveness import calls_of, ranks_like
+from spmd.plan.memory.liveness import ranks_like
 
 
 @attrs.frozen
@@ -44,21 +46,25 @@ class Simulation:
 
     Args:
         graph: the program of the rank at coordinate zero.
-        aliases: its memory.
+        calls: that of each collective, by its result, on the tensors of the rank.
         seconds: what each call of an operator takes, by its first operation.
     """
 
     graph: Graph
-    aliases: Aliases
+    calls: Mapping[Value, StridedCall]
     seconds: Mapping[Operation, float]
 
-    @classmethod
-    def of(cls, plan: PlanData, found: Account) -> Simulation:
-        """The simulation of a plan with any schedule, from its account."""
-        coordinate = (0,) * len(plan.mesh.names)
+    @staticmethod
+    @of_program
+    def of(plan: PlanData) -> Simulation:
+        """The simulation of a plan with any schedule."""
+        coordinate, found = (0,) * len(plan.mesh.names), account(plan)
         graph = rank_graph(plan, coordinate)
+        aliases = Aliases(graph, (plan.mesh, plan.mesh.rank(coordinate)))
+        collectives = (operation for operation in graph.operations if operation.annotations.comm is not None)
+        calls = {operation.tensors[0]: aliases.call(operation) for operation in collectives}
         seconds = {unit.operations[0]: sum(found.seconds[o] for o in unit.operations) for unit in found.units}
-        return cls(graph, Aliases(graph, (plan.mesh, plan.mesh.rank(coordinate))), seconds)
+        return Simulation(graph, calls, seconds)
 
     def timing(self, plan: PlanData) -> Timing:
         """The predicted times with the schedule of a plan.
@@ -85,7 +91,7 @@ class Simulation:
                 axes, runs = first.axes, graph.regions.runs(operation)
                 takes = runs * machine.sending_seconds(first.kind, axes, launch.bytes)
                 wait = runs * machine.wait_seconds(first.kind, axes)
-                buffers = launch_buffers(plan.mesh, ranks, calls_of(launch, self.aliases))
+                buffers = launch_buffers(plan.mesh, ranks, tuple(map(self.calls.__getitem__, launch.results)))
                 copies = runs * _copy_seconds(machine, KINDS[first.kind], len(launch.collectives), buffers)
                 now += copies
                 sent_at = max(now, *(free[axis] for axis in axes)) + takes
@@ -105,7 +111,7 @@ class Simulation:
 
 def timing_of(plan: PlanData) -> Timing:
     """The predicted times of one run of a plan."""
-    return Simulation.of(plan, account(plan)).timing(plan)
+    return Simulation.of(plan).timing(plan)
 
 
 def _copy_seconds(machine: Machine, collective: Collective, calls: int, buffers: LaunchBuffers) -> float:
