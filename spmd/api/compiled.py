@@ -40,6 +40,7 @@ from spmd.core.flattener import Flattener, flattener
 from spmd.core.mesh import use_mesh
 from spmd.core.modules import structures_in
 from spmd.core.pytree import leaf_specs, tree_leaves
+from spmd.core.single_threaded import single_threaded
 from spmd.core.spec import DTensorSpec, TensorMeta
 from spmd.core.static_key import static_key
 from spmd.errors import TraceError
@@ -115,7 +116,7 @@ class Compiled(Generic[_Result]):
         """The function as one flat program, with copies of the tensors that it closes over, which may change later."""
         modules = (held.module for _, held in structures_in(self.signature.tree))
         around = Surroundings(self.hidden, modules, self._changed)
-        with use_mesh(self.mesh), stage(self._parameters.name, "tracing"):
+        with use_mesh(self.mesh), stage(self._parameters.name, "tracing"), single_threaded():
             try:
                 traced = self._trace()
             except RuntimeError as error:

@@ -32,6 +32,7 @@ class Prepared:
         request: the input of the planner.
         refinement: the atoms of every value and factor.
         options: the strategies on one mesh axis of every operation that has a rule.
+        copied: as in `Assignment`.
         repeats: the repeated parts of the program, with the layers of their copies; none if each is planned by itself.
         search: the options of the search.
     """
@@ -39,6 +40,7 @@ class Prepared:
     request: Request
     refinement: Refinement
     options: Mapping[Operation, tuple[Strategy, ...]]
+    copied: frozenset[Value]
     repeats: Sequence[tuple[Repeat, Sequence[Layer]]] = ()
     search: SearchOptions = SEARCH
 
@@ -64,7 +66,7 @@ class Prepared:
             planned=(),
             ends=bounded.ends,
             fused=fused_values(bounded.graph) if request.machine.fuses else frozenset(),
-            copied=copied_views(bounded.graph),
+            copied=self.copied,
             latency_shares=latency_shares(bounded.graph, request.machine.bucket_bytes),
             independent=independent_values(bounded.graph),
             never_gathered={request.graph.inputs[number]: axes for number, axes in request.keep_sharded.items()},
@@ -81,7 +83,7 @@ def prepare(request: Request, search: SearchOptions = SEARCH) -> Prepared:
         RuleError: a rule contradicts its operator.
     """
     repeats = aligned(find_repeats(request.graph), request.graph) if search.fold else ()
-    return Prepared(request, *strategies_of(request.graph, request.rules), repeats, search)
+    return Prepared(request, *strategies_of(request.graph, request.rules), copied_views(request.graph), repeats, search)
 
 
 def strategies_of(
