@@ -6,6 +6,7 @@ import builtins
 import keyword
 import re
 from collections.abc import Iterable
+from functools import lru_cache
 
 _RESERVED = frozenset({*keyword.kwlist, *dir(builtins), "torch", "device", "inf", "nan"})
 """Names that mean something else in the text of a program."""
@@ -43,6 +44,7 @@ class Namer:
         return name
 
 
+@lru_cache(maxsize=4096)
 def _identifier(hint: str) -> str:
     base = re.sub(r"\W+", "_", hint).strip("_") or "value"
     return f"_{base}" if base[0].isdigit() else base

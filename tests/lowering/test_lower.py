@@ -7,6 +7,7 @@ import pytest
 import torch
 from handmade import PlanBuilder, lowered, operators, run
 
+import spmd
 from spmd import collectives
 from spmd.core.mesh import Mesh, make_mesh
 from spmd.core.spec import P, TensorMeta
@@ -100,6 +101,21 @@ def test_redistribution_of_two_atoms(batch: int, seq: int, source: P, target: P)
     back = builder.call(aten.view.default, (moved, [batch, seq, 4]), [((batch, seq, 4), target)])
     value = normal(batch, seq, 4)
     torch.testing.assert_close(run(builder.plan(back), value)[0], value)
+
+
+@pytest.mark.parametrize("rows", [6, 5])
+def test_equal_calls_on_other_operands(rows: int) -> None:
+    """Calls that share a fragment: of one operator and shape, on one operand twice, on two, and in another order."""
+    mesh = mesh_of(m=2)
+
+    def function(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        z = x - y
+        return z, y - x, x - x, x - z, z - x, torch.cat([x, x]), torch.cat([x, y]), x.view(-1), y.view(-1)
+
+    x, y = normal(rows, 4), normal(rows, 4)
+    step = spmd.jit(function, (P("m"), P("m")), P("m"), mesh=mesh)
+    for expected, result in zip(function(x, y), step(x, y), strict=True):
+        torch.testing.assert_close(result.full_tensor(), expected, rtol=0, atol=0)
 
 
 def test_size_arguments_become_local() -> None:

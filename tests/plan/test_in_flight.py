@@ -82,6 +82,14 @@ def test_what_a_rank_of_two_allocates_for_a_bucket():
     assert ([9, 9, 18], [20], [10, 10, 10, 10]) == numels(uneven, uneven)
 
 
+def test_a_call_unpacks_as_much_in_every_bucket():
+    gather = call_of(spmd_ops.all_gather, (3, 2), (3, 4), 1, 4)
+    small, large = (call_of(spmd_ops.all_gather, (1, size), (1, 2 * size), 1, 2 * size) for size in (1, 100))
+    for calls in ((gather,), (small, gather), (gather, large, gather), (large, small)):
+        unpacked = [12 if call is gather else 2 if call is small else 200 for call in calls]
+        assert unpacked == numels(*calls)[2]
+
+
 def test_chunks_in_another_order_than_the_ranks_are_packed():
     mesh = spmd.make_mesh({"x": 2, "y": 2}, runtime="abstract")
     meta = TensorMeta((4,), F32)

@@ -208,7 +208,8 @@ def runs_local_implementation(
 def scheduled(plan: PlanData) -> tuple[Unit, ...]:
     """The calls that a rank makes, in order: those of one list operator (`_foreach_*`) are one call."""
     rules, operations = plan.request.rules, plan.graph.operations
-    alone = frozenset(o for o in operations if runs_local_implementation(o, plan.strategies.get(o, {}), rules))
+    grouped = (operation for operation in operations if operation.group is not None)
+    alone = frozenset(o for o in grouped if runs_local_implementation(o, plan.strategies.get(o, {}), rules))
     return schedule(operations, alone)
 
 
