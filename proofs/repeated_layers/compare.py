@@ -16,8 +16,8 @@ import torch
 from proofs.fuzz.check import difference
 from proofs.fuzz.one_device import OneDevice
 from proofs.fuzz.program import default_dtype
+from proofs.repeated_layers.equal_layers import ties
 from proofs.repeated_layers.programs import Repeated, program
-from proofs.repeated_layers.ties import repeated_layers
 from spmd import distribute
 from spmd.api.programs import stages
 from spmd.api.values.dtensor import DTensor, wrap
@@ -174,7 +174,9 @@ def _compared(drawn: Repeated, runs: bool) -> Compared:
     request = _limited(drawn)
     name = drawn.name if request.memory_limit is None else f"{drawn.name}, memory {drawn.memory:.0%}"
     found = Compared(drawn.seed, name, Verdict.EQUAL, operations=len(request.graph.operations))
-    found = attrs.evolve(found, repeated=sum(map(len, repeated_layers(request.graph))))
+    tied = ties(request.graph)
+    repeated = sum(not tied.keys().isdisjoint(operation.tensors) for operation in request.graph.operations)
+    found = attrs.evolve(found, repeated=repeated)
     _planned(request, FOLDED)  # fills caches, before planning is timed
     planned = [_planned(request, search) for search in (WHOLE, FOLDED)]
     refused = [each for each in planned if isinstance(each, PlanError)]

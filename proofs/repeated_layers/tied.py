@@ -11,8 +11,8 @@ from proofs.fuzz.program import default_dtype
 from proofs.oracle import MICROSECOND, solve_by_highs
 from proofs.page import table
 from proofs.repeated_layers.compare import FOLDED, WHOLE, request_of
+from proofs.repeated_layers.equal_layers import ties
 from proofs.repeated_layers.programs import program
-from proofs.repeated_layers.ties import ties
 from proofs.tied_loops.optimum import NEAR
 from proofs.tied_loops.tie import Tie
 from spmd.ir.graph import Operation, Value

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 from spmd.inspect.layers.layers import find_repeats
-from spmd.ir.graph import Graph, Operation, Value
-
-
-def repeated_layers(graph: Graph) -> list[list[Operation]]:
-    """The operations of each layer between the first and the last of a run."""
-    return [list(layer) for repeat in find_repeats(graph) for layer in repeat.copies[1:-1]]
+from spmd.ir.graph import Graph, Value
 
 
 def ties(graph: Graph) -> dict[Value, object]:
-    """For each result of such a layer, its place in the layer, which equal layers share."""
+    """For each result of a layer between the first and the last of a run, its place in the layer, as in equal ones."""
     return {
         value: (number, position, place)
         for number, repeat in enumerate(find_repeats(graph))
