@@ -18,7 +18,7 @@ import torch
 
 from proofs.pool import Lost, each
 from proofs.repeated_layers import report, tied
-from proofs.repeated_layers.compare import ERRORS, Compared, Verdict, compare
+from proofs.repeated_layers.compare import ERRORS, Compared, Verdict, compare, difference_of
 
 
 def main() -> int:
@@ -51,6 +51,8 @@ def _programs(seeds: range, options: argparse.Namespace) -> int:
         found.append(_lost(seed, result) if isinstance(result, Lost) else result)
         if report.differs(found[-1]) or len(seeds) == 1:
             print(report.line(found[-1]), flush=True)
+    if len(found) == 1 and found[0].whole and found[0].folded:
+        print(difference_of(seeds.start))
     if found:
         print(*report.summary(sorted(found, key=lambda one: one.seed)), f"seeds {seeds.start}:{seeds.stop}", sep="\n")
     return sum(one.verdict in ERRORS for one in found)

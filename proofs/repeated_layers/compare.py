@@ -7,7 +7,8 @@ import traceback
 import warnings
 from collections.abc import Sequence
 from enum import Enum
-from typing import Any
+from typing import Any, NoReturn
+from unittest import mock
 
 import attrs
 import torch
@@ -15,8 +16,10 @@ import torch
 from proofs.fuzz.check import difference
 from proofs.fuzz.one_device import OneDevice
 from proofs.fuzz.program import default_dtype
+from proofs.repeated_layers.equal_layers import ties
 from proofs.repeated_layers.programs import Repeated, program
 from spmd import distribute
+from spmd.api.programs import stages
 from spmd.api.values.dtensor import DTensor, wrap
 from spmd.collectives.traffic import record_traffic
 from spmd.core.pytree import tree_leaves
@@ -92,7 +95,7 @@ class Compared:
         seed, name: the program.
         verdict: the result.
         message: of an error.
-        operations: of the program.
+        operations: of the program; `repeated` of them are in a layer between the first and the last of a run.
         whole, folded: the figures of the two plans, if both were made.
         identical: whether the plans are the same, operation by operation.
         bits: whether the plans, which run the same collectives, computed the same bits; None if they run others.
@@ -103,6 +106,7 @@ class Compared:
     verdict: Verdict
     message: str = ""
     operations: int = 0
+    repeated: int = 0
     whole: Figures | None = None
     folded: Figures | None = None
     identical: bool = False
@@ -127,13 +131,53 @@ def compare(seed: int, runs: bool = True) -> Compared:
             return Compared(seed, name, Verdict.CRASH, _text(error))
 
 
+def difference_of(seed: int) -> str:
+    """How the two plans of a seed's program differ, value by value.
+
+    Raises:
+        PlanError: one search refuses the program.
+    """
+    with default_dtype(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        request = _limited(program(seed))
+        whole, folded = (Plan.of(plan(request, search)) for search in (WHOLE, FOLDED))
+    return str(whole.diff(folded))
+
+
+class _Requested(Exception):
+    """Stands for the plan of a request, which is not made."""
+
+
+def request_of(drawn: Repeated) -> Request:
+    """What a program asks of the planner, without a plan."""
+
+    def stop(request: Request) -> NoReturn:
+        raise _Requested(request)
+
+    with mock.patch.object(stages, "plan", stop):
+        try:
+            drawn.jitted.plan(*drawn.args)
+        except _Requested as stopped:
+            return stopped.args[0]  # type: ignore[no-any-return]
+    raise ValueError(f"The program of seed {drawn.seed} is planned without a search: {drawn.name}")
+
+
+def _limited(drawn: Repeated) -> Request:
+    """The request of a program, with its memory limit if it is small."""
+    request = request_of(drawn)
+    if drawn.memory is None or len(request.graph.operations) > _MOST_LIMITED:
+        return request
+    return attrs.evolve(request, memory_limit=int(drawn.memory * memory_of(plan(request, WHOLE)).peak))
+
+
 def _compared(drawn: Repeated, runs: bool) -> Compared:
-    request = drawn.jitted.plan(*drawn.args).request
-    operations, name = len(request.graph.operations), drawn.name
-    if drawn.memory is not None and operations <= _MOST_LIMITED:
-        name = f"{name}, memory {drawn.memory:.0%}"
-        request = attrs.evolve(request, memory_limit=int(drawn.memory * memory_of(plan(request, WHOLE)).peak))
-    found = Compared(drawn.seed, name, Verdict.EQUAL, operations=operations)
+    request = _limited(drawn)
+    name = drawn.name if request.memory_limit is None else f"{drawn.name}, memory {drawn.memory:.0%}"
+    found = Compared(drawn.seed, name, Verdict.EQUAL, operations=len(request.graph.operations))
+    tied = ties(request.graph)
+    repeated = sum(not tied.keys().isdisjoint(operation.tensors) for operation in request.graph.operations)
+    found = attrs.evolve(found, repeated=repeated)
+    _planned(request, FOLDED)  # fills caches, before planning is timed
     planned = [_planned(request, search) for search in (WHOLE, FOLDED)]
     refused = [each for each in planned if isinstance(each, PlanError)]
     if refused:

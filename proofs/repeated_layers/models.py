@@ -90,9 +90,13 @@ class _Layers:
         return x, found
 
 
-def _layers(draw: Draw, sizes: Sizes, prefix: str, depth: int, cross: bool = False) -> _Layers:
-    """Layers of one kind or of two or three in turn, some with another first or last one, some with tied weights."""
-    kinds = [layer(draw, sizes, cross) for _ in range(min(draw.choice(1, 1, 1, 2, 3), depth // 2))]
+def _layers(draw: Draw, sizes: Sizes, prefix: str, most: int, cross: bool = False) -> _Layers:
+    """Four to `most` layers of one kind, or three times two or three kinds, some with another first or last layer.
+
+    Weights may be tied: then layers of one kind have the same.
+    """
+    kinds = [layer(draw, sizes, cross) for _ in range(draw.choice(1, 1, 1, 1, 2, 2, 3))]
+    depth = draw.integer(4, most) if len(kinds) == 1 else 3 * len(kinds) + draw.integer(0, 2)
     tied = draw.maybe(0.15)
     found = [(f"{prefix}.{n % len(kinds) if tied else n}", kinds[n % len(kinds)]) for n in range(depth)]
     name = f"{depth} x [{' / '.join(kind.name for kind in kinds)}]{' tied' if tied else ''}"
@@ -104,14 +108,14 @@ def _layers(draw: Draw, sizes: Sizes, prefix: str, depth: int, cross: bool = Fal
 
 
 def _stack(draw: Draw, sizes: Sizes) -> Model:
-    layers = _layers(draw, sizes, "layers", draw.integer(4, 10))
+    layers = _layers(draw, sizes, "layers", 10)
     return _between_ends(draw, sizes, layers.name, layers.weights, layers.run)
 
 
 def _two_stacks(draw: Draw, sizes: Sizes) -> Model:
     """An encoder, and a decoder that begins with the input reversed."""
-    encoder = _layers(draw, sizes, "encoder", draw.integer(3, 5))
-    decoder = _layers(draw, sizes, "decoder", draw.integer(4, 6), cross=True)
+    encoder = _layers(draw, sizes, "encoder", 5)
+    decoder = _layers(draw, sizes, "decoder", 6, cross=True)
 
     def run(p: Weights, x: Tensor, s: Shared, call: Call) -> tuple[Tensor, list[Tensor]]:
         memory, before = encoder.run(p, x, s, call)
@@ -126,12 +130,14 @@ def _recurrence(draw: Draw, sizes: Sizes) -> Model:
     sizes = attrs.evolve(sizes, tokens=draw.integer(5, 8))
     kind = draw.choice(*_CELLS)
     gates, cell = _CELLS[kind]
+    unbound = draw.maybe(0.7)  # else the operators of steps differ by a number
 
     def run(p: Weights, x: Tensor, s: Shared, call: Call) -> tuple[Tensor, list[Tensor]]:
-        h = torch.zeros_like(x.select(-2, 0))
-        c, found = h, []
-        for step in range(sizes.tokens):
-            both = F.linear(x.select(-2, step), p["in"], p["bias"]) + F.linear(h, p["hidden"])
+        steps = x.unbind(-2) if unbound else [x.select(-2, step) for step in range(sizes.tokens)]
+        c = h = torch.zeros_like(steps[0])
+        found = []
+        for each in steps:
+            both = F.linear(each, p["in"], p["bias"]) + F.linear(h, p["hidden"])
             h, c = cell(both, h, c)
             found.append(h)
         return torch.stack(found, -2), found

@@ -70,7 +70,7 @@ class Repeated:
     memory: float | None
 
     def expected(self) -> Any:
-        """The results on one device."""
+        """The results on one device, where `torch.func` does not take layers that are checkpointed."""
         return self.function(*self.args, call=_plainly)
 
 
@@ -144,7 +144,7 @@ def _function(drawn: Model, kind: str, again: bool, batched: bool, returned: boo
         if kind == "forward":
             y, found = forward(p, x, s, call)
             return (y, found) if returned else y
-        (grads, (value, means)) = _gradients(lambda p: loss(p, x, target, s, call), p)
+        grads, (value, means) = torch.func.grad_and_value(lambda p: loss(p, x, target, s, call), has_aux=True)(p)
         if clipped:
             norm = torch.stack([grad.square().sum() for grad in grads.values()]).sum().sqrt()
             grads = {name: grad * (1.0 / (norm + 1e-6)).clamp(max=1.0) for name, grad in grads.items()}
@@ -153,11 +153,6 @@ def _function(drawn: Model, kind: str, again: bool, batched: bool, returned: boo
         return value, means, *_step(kind, p, states, grads)
 
     return function
-
-
-def _gradients(loss: Callable[..., Any], p: Weights) -> tuple[dict[str, Tensor], tuple[Tensor, list[Tensor]]]:
-    grads, (value, means) = torch.func.grad_and_value(loss, has_aux=True)(p)
-    return grads, (value, means)
 
 
 def _step(

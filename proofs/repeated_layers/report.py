@@ -70,6 +70,11 @@ def summary(found: Sequence[Compared]) -> Iterator[str]:
             for name, of, text in rows
         ],
     )
+    shares = [each.repeated / each.operations for each, *_ in planned]
+    average = sum(shares) / len(shares)
+    yield f"{sum(share > 0 for share in shares)} have layers between equal ones, on average {average:.0%} of operations"
+    bits = Counter(each.bits for each, *_ in planned)
+    yield f"plans with the same collectives: {bits[True]} compute the same bits, {bits[False]} do not"
     yield f"{sum(each.identical for each, *_ in planned)} of {len(planned)} plans are the same, operation by operation"
     by_ratio = sorted((each for each, *_ in planned if each.verdict is Verdict.WORSE), key=lambda each: -each.ratio)
     for title, some in (("worse", by_ratio), ("errors", [each for each in found if each.verdict in ERRORS])):

@@ -10,12 +10,12 @@ import attrs
 from proofs.fuzz.program import default_dtype
 from proofs.oracle import MICROSECOND, solve_by_highs
 from proofs.page import table
-from proofs.repeated_layers.compare import FOLDED, WHOLE
+from proofs.repeated_layers.compare import FOLDED, WHOLE, request_of
+from proofs.repeated_layers.equal_layers import ties
 from proofs.repeated_layers.programs import program
 from proofs.tied_loops.optimum import NEAR
 from proofs.tied_loops.tie import Tie
-from spmd.inspect.layers.layers import find_repeats
-from spmd.ir.graph import Graph, Operation, Value
+from spmd.ir.graph import Operation, Value
 from spmd.ir.markers import FREE
 from spmd.plan.data.plan import PlanData
 from spmd.plan.data.request import Request
@@ -75,25 +75,14 @@ def optima(seed: int) -> Optima:
     with default_dtype(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         drawn = program(seed, small=True)
-        request = drawn.jitted.plan(*drawn.args).request
+        request = request_of(drawn)
     (axis,) = request.mesh.names
-    ties = _ties(request.graph)
+    tied_values = ties(request.graph)
     plans = [plan(request, attrs.evolve(each, joins=False, fewer_launches=False)) for each in (WHOLE, FOLDED)]
     whole, folded = (_least(_problem(request, axis, each)) for each in plans)
-    free, tied = (_least(_problem(request, axis), origins, 1e-3 * whole) for origins in ({}, ties))
-    shared = len(ties) - len(set(ties.values()))
+    free, tied = (_least(_problem(request, axis), origins, 1e-3 * whole) for origins in ({}, tied_values))
+    shared = len(tied_values) - len(set(tied_values.values()))
     return Optima(seed, drawn.name, shared, free, tied, whole, folded, *(each.gap for each in plans))
-
-
-def _ties(graph: Graph) -> dict[Value, object]:
-    """For each result of a layer between the first and the last of a run, its place in the layer."""
-    return {
-        value: (number, position, place)
-        for number, repeat in enumerate(find_repeats(graph))
-        for layer in repeat.copies[1:-1]
-        for position, operation in enumerate(layer)
-        for place, value in enumerate(operation.tensors)
-    }
 
 
 def _problem(request: Request, axis: str, planned: PlanData | None = None) -> AxisProblem:

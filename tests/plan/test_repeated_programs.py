@@ -13,7 +13,7 @@ from spmd.plan.search.orders import NEAR
 from spmd.plan.solver.elimination import Solution
 
 
-@pytest.mark.parametrize("seed", sample(range(40), fast=[6, 7, 8]))
+@pytest.mark.parametrize("seed", sample(range(40), fast=[13, 30, 33]))
 def test_a_plan_is_about_as_fast_as_that_of_the_search_of_every_layer(seed: int) -> None:
     found = compare(seed, runs=False)
     assert found.verdict not in ERRORS, line(found)
@@ -21,7 +21,7 @@ def test_a_plan_is_about_as_fast_as_that_of_the_search_of_every_layer(seed: int)
 
 
 def test_both_plans_compute_what_one_device_does() -> None:
-    found = compare(8)
+    found = compare(30)
     assert found.verdict not in ERRORS, line(found)
 
 
@@ -34,6 +34,6 @@ def test_plans_of_small_programs_are_not_below_the_optimum(seed: int) -> None:
 def test_a_worse_plan_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     first = attrs.evolve(SEARCH, minimize=lambda domains, tables: Solution((0,) * len(domains), 0.0))
     monkeypatch.setattr(comparison, "FOLDED", first)
-    found = compare(8, runs=False)
+    found = compare(30, runs=False)
     assert found.verdict is Verdict.WORSE and found.ratio > NEAR
     assert line(found) in summary([found])
