@@ -100,7 +100,7 @@ def assignment_of(plan: PlanData) -> Assignment:
         strategies=plan.strategies,
         planned=plan.order,
         fused=fused_values(plan.graph) if plan.request.machine.fuses else frozenset(),
-        copied=copied_views(plan.graph),
+        copied=copied_views(plan.request.graph, plan.graph),
         latency_shares=latency_shares(plan.graph, plan.request.machine.bucket_bytes),
         reduce_dtype=plan.request.reduce_dtype,
     )

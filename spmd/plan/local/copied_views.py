@@ -2,17 +2,34 @@
 
 from __future__ import annotations
 
+import weakref
+
 from spmd.ir.graph import Graph, Value
 from spmd.ir.markers import DRAFT_MARKERS, FREE
 from spmd.plan.local.strided import Result, Strided, as_reshape, results_of
 
+_FOUND: weakref.WeakKeyDictionary[Graph, frozenset[Value]] = weakref.WeakKeyDictionary()
+"""The copies of programs that were looked at, as long as these exist."""
 
-def copied_views(graph: Graph) -> frozenset[Value]:
+
+def copied_views(graph: Graph, planned: Graph | None = None) -> frozenset[Value]:
     """The results of views that are copies of what they view.
 
     Strides are those of the program on one device, with inputs in row-major order. The shards of a plan may have
     others, but mostly the same views copy.
+
+    Args:
+        graph: the program.
+        planned: the program of a plan for it, perhaps with views of its own.
     """
+    if planned is not None and any(o.is_view and o.tensors[0] not in graph.producers for o in planned.operations):
+        graph = planned
+    if graph not in _FOUND:
+        _FOUND[graph] = _copies(graph)
+    return _FOUND[graph]
+
+
+def _copies(graph: Graph) -> frozenset[Value]:
     layouts = {value: Strided.contiguous(value.meta) for value in (*graph.inputs, *dict(graph.constants))}
     copied = set()
     for operation in graph.operations:
