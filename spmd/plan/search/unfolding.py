@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 import attrs
 
+from spmd.core.placement import Partial
 from spmd.ir.graph import Operation, Value
 from spmd.ir.markers import REDISTRIBUTE
 from spmd.ir.source import Source
@@ -32,13 +33,15 @@ class _Unfolder:
         self.resharding: dict[Value, Operation] = {}
         """By value that planning made, the reshard that makes it."""
         self.at_once: set[Value] = set()
-        """Those of them that are made right behind what they are made from."""
+        """Those of them that are made right behind what they are made from, because they reduce it."""
         kept, just_made = [], set[Value]()
         for operation in planned.graph.operations:
             if operation.op is REDISTRIBUTE and operation.tensors[0] not in known:
-                self.resharding[operation.tensors[0]] = operation
-                just_made = just_made.union(operation.tensors) if operation.operands[0] in just_made else set()
-                self.at_once.update(just_made.intersection(operation.tensors))
+                (value,), (moved,) = operation.operands, operation.tensors
+                self.resharding[moved] = operation
+                just_made = {*just_made, moved} if value in just_made else set()
+                if moved in just_made and self.reduces(value, moved):
+                    self.at_once.update(self.path(moved))
             else:
                 kept.append(operation)
                 just_made = set(operation.tensors)
@@ -127,9 +130,18 @@ class _Unfolder:
 
     def reshard_at_once(self, value: Value, wanted: Value, user: Operation) -> None:
         """Emit the reshards of a value up to `wanted` as far as they stand right behind what makes it."""
-        path: list[Value] = []
-        while wanted in self.resharding:
-            path.append(wanted)
-            (wanted,) = self.resharding[wanted].operands
-        for target in itertools.takewhile(self.at_once.__contains__, reversed(path)):
+        for target in itertools.takewhile(self.at_once.__contains__, self.path(wanted)):
             self.obtain(value, target, user)
+
+    def reduces(self, value: Value, moved: Value) -> bool:
+        """Whether a reshard of the shorter program reduces a partial value."""
+        before, after = self.planned.states[value], self.planned.states[moved]
+        return any(isinstance(state, Partial) and after.get(axis) != state for axis, state in before.items())
+
+    def path(self, moved: Value) -> list[Value]:
+        """What planning made of a value of the shorter program, up to one of them."""
+        path: list[Value] = []
+        while moved in self.resharding:
+            path.append(moved)
+            (moved,) = self.resharding[moved].operands
+        return path[::-1]
