@@ -495,8 +495,8 @@ def jit(
             are those of one device; each rank draws whole tensors. `"counter"`: keys of a seed that this generator
             draws at each call, and of the place in the function; each rank draws its shard (`docs/random.md`).
         reuse_layers: whether modules that are equal, but for the values of their tensors, and functions under `jit`
-            that are called again, are traced once; the program is the same. `False` traces each call, and shows whether
-            a layer is wrongly taken for another.
+            that are called again, are traced once; the program is the same. And whether equal layers, but for the first
+            and the last, are planned alike, by one search for all. `False` traces each call and plans each layer.
 
     Returns:
         A `Jitted`; without a function, a decorator that makes one. Type checkers see the parameters and the result of

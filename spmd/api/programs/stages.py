@@ -6,6 +6,8 @@
 
 from __future__ import annotations
 
+import attrs
+
 from spmd.api.programs.missing_rules import warn_of_missing_rules
 from spmd.api.programs.never_gathered import never_gathered_inputs
 from spmd.api.programs.options import Options
@@ -21,6 +23,7 @@ from spmd.lowering.lower import LocalProgram, lower
 from spmd.plan.data.request import Request
 from spmd.plan.machine.default import default_machine
 from spmd.plan.memory.limit import check_fits
+from spmd.plan.search.options import SEARCH
 from spmd.plan.search.orders import plan
 from spmd.rules import RULES, find_rule
 from spmd.tracing.canonicalize.canonicalize import canonicalize
@@ -83,7 +86,7 @@ def make_plan(
 def _answer(request: Request, options: Options) -> Plan:
     given = options.plan
     if given is None:
-        return Plan.of(plan(request))
+        return Plan.of(plan(request, SEARCH if options.reuse_layers else attrs.evolve(SEARCH, fold=False)))
     own = options.machine is None
     found = given.transfer(request, own) if isinstance(given, Plan) else Plan.load(given, request, own)
     return check_fits(found)
