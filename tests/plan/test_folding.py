@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import spmd
 from spmd import P
@@ -77,6 +78,21 @@ def test_the_plan_is_that_of_the_search_of_every_layer(axes: dict[str, int], spe
     assert plan.seconds == pytest.approx(whole.seconds, rel=1e-9)
     assert [attrs.astuple(comm) for comm in plan.comms] == [attrs.astuple(comm) for comm in whole.comms]
     assert str(search(plan.request)) == str(whole)
+
+
+def test_layers_that_are_computed_again_are_folded() -> None:
+    def checkpointed(state: Params, x: Tensor) -> Any:
+        def loss(state: Params) -> Tensor:
+            h = x
+            for w in state:
+                h = checkpoint(block, w, h, use_reentrant=False)
+            return h.square().mean()
+
+        return torch.func.grad(loss)(state)
+
+    plan = plan_of(checkpointed, params(8), P("data"))
+    assert len(left_out(plan)) >= 3
+    assert str(search(plan.request)) == str(search(plan.request, WHOLE))
 
 
 def test_a_longer_program_is_folded_to_the_same_length() -> None:

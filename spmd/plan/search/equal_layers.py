@@ -14,7 +14,7 @@ import attrs
 from spmd.ir.graph import Graph, Operation, Value
 from spmd.ir.markers import DRAFT_MARKERS, FREE
 from spmd.plan.data.draft import Draft
-from spmd.plan.search.repeats import Layer, Repeat
+from spmd.plan.search.repeats import Layer, Repeat, call_of
 
 _ENDS = (*DRAFT_MARKERS, FREE)
 """What stands between a result and the end of the program."""
@@ -90,7 +90,7 @@ class Layers:
             if layers and _are_near(layers) and not chained:
                 layer = min(layers)
                 roles = tuple(place and (place.role, place.layer - layer[1]) for place in places)
-                self._add(operation, layer, (operation.form, operation.metas, roles))
+                self._add(operation, layer, (call_of(operation), operation.metas, roles))
             elif layers or not joined.isdisjoint(operation.operands):
                 joined.update(operation.tensors)
 
@@ -100,7 +100,7 @@ class Layers:
             if operation not in self.operations and not any(value in self.values for value in operation.operands):
                 readers = [reader for value in operation.tensors for reader in self._consumers.get(value, ())]
                 kept = [reader for reader in readers if reader in self.operations or reader.op not in _ENDS]
-                self._lead_to(operation, kept, (operation.form, operation.metas))
+                self._lead_to(operation, kept, (call_of(operation), operation.metas))
 
     def _lead_to(self, made: Operation | Value, readers: Sequence[Operation], key: Hashable) -> None:
         places = [place for reader in readers if (place := self.operations.get(reader)) is not None]
@@ -150,9 +150,9 @@ class Layers:
         """Whether two operations are equal: the same calls on such values, with the same choices and results."""
         draft = self.draft
         return (
-            one.form == other.form
+            call_of(one) == call_of(other)
             and len(one.results) == len(other.results)
-            and draft.options.get(one) is draft.options.get(other)
+            and draft.options.get(one) == draft.options.get(other)
             and draft.pinned.get(one) == draft.pinned.get(other)
             and all(map(same_value, one.operands, other.operands))
             and all(self._facts(a) == self._facts(b) for a, b in zip(one.tensors, other.tensors, strict=True))

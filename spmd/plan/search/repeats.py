@@ -10,13 +10,14 @@ import heapq
 import itertools
 import operator
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import attrs
 
 from spmd.ir.dataflow import independent_values
 from spmd.ir.graph import Graph, Operation, Value
+from spmd.ir.recompute import RECOMPUTE
 from spmd.plan.cost.flops import has_formula
 
 Copy: TypeAlias = tuple[Operation, ...]
@@ -83,10 +84,15 @@ def find_repeats(graph: Graph) -> tuple[Repeat, ...]:
     return tuple(completed(*found[begin]) for begin in sorted(found))
 
 
+def call_of(operation: Operation) -> Hashable:
+    """The call without its tensors: equal for what is the same in two layers. Second computations are numbered."""
+    return RECOMPUTE if operation.op is RECOMPUTE else operation.form
+
+
 def _tokens(operations: Sequence[Operation]) -> list[int]:
     """A number for every operation, the same for equal calls: operator, literal arguments, metas of all tensors."""
     numbers: dict[Any, int] = {}
-    return [numbers.setdefault((operation.form, operation.metas), len(numbers)) for operation in operations]
+    return [numbers.setdefault((call_of(operation), operation.metas), len(numbers)) for operation in operations]
 
 
 @attrs.frozen(order=True)
@@ -270,8 +276,13 @@ class _Numbering:
         )
 
     def add(self, repeat: Repeat, layers: tuple[Layer, ...]) -> tuple[Layer, ...]:
-        """Give the copies of the next repeat their layers."""
+        """Give the copies of the next repeat their layers, with what they make and what they alone take."""
         self._count += 1
+        takers: dict[Value, Layer | None] = {}
+        for layer, copy in zip(layers, repeat.copies, strict=True):
+            for value in itertools.chain.from_iterable(operation.operands for operation in copy):
+                takers[value] = layer if takers.get(value, layer) == layer else None
+        self._owners.update((value, layer) for value, layer in takers.items() if layer and value not in self._owners)
         for layer, copy in zip(layers, repeat.copies, strict=True):
             self._owners.update((value, layer) for operation in copy for value in operation.tensors)
         return layers

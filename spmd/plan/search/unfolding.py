@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import attrs
 
-from spmd.core.placement import Partial
+from spmd.core.placement import Partial, Placement
 from spmd.ir.graph import Operation, Value
 from spmd.ir.markers import REDISTRIBUTE
 from spmd.ir.source import Source
@@ -51,7 +51,7 @@ class _Unfolder:
         }
         self.logical = dict(self.whole.logical)
         self.fused, self.latency_shares = set(self.whole.fused), dict(self.whole.latency_shares)
-        self.held: dict[tuple[Value, Value], Value] = {}
+        self.held: dict[tuple[Value, tuple[tuple[str, Placement], ...]], Value] = {}
         self.operations: list[Operation] = []
         self.options, self.pinned = dict(self.whole.options), dict(self.whole.pinned)
         self.strategies: dict[Operation, Mapping[str, Strategy]] = {}
@@ -98,13 +98,14 @@ class _Unfolder:
             self.pinned[placed] = self.pinned.pop(operation)
 
     def obtain(self, value: Value, wanted: Value, user: Operation) -> Value:
-        """The value resharded as `wanted` is in the shorter program."""
+        """The value resharded as `wanted` is in the shorter program; once for all that want the same placements."""
         if wanted not in self.resharding:
             return value
-        if (value, wanted) not in self.held:
+        key = value, tuple(self.planned.states[wanted].items())
+        if key not in self.held:
             (before,) = self.resharding[wanted].operands
-            self.held[value, wanted] = self.reshard(value, self.obtain(value, before, user), wanted, user)
-        return self.held[value, wanted]
+            self.held[key] = self.reshard(value, self.obtain(value, before, user), wanted, user)
+        return self.held[key]
 
     def reshard(self, value: Value, held: Value, wanted: Value, user: Operation) -> Value:
         """Emit the reshard of a value, or of what it was resharded to, after the model of `wanted`."""
