@@ -175,6 +175,27 @@ def test_a_shared_weight_is_resharded_once() -> None:
     assert sum(comm.kind == "all_gather" for comm in plan.comms) <= 3
 
 
+def test_all_layers_may_take_a_value_of_the_first_or_feed_the_last() -> None:
+    def results(params: Params, x: Tensor) -> list[Tensor]:
+        h, table, seen = x, x, []
+        for number, w in enumerate(params):
+            h = block(w, h + table)
+            table = h.sum(0) if number == 0 else table
+            seen.append(h)
+        return seen
+
+    def forward(params: Params, x: Tensor) -> Tensor:
+        return torch.stack(results(params, x)).sum()
+
+    def training(params: Params, x: Tensor) -> Any:
+        return torch.func.grad(lambda params: results(params, x)[-1].mean())(params)
+
+    for function in (forward, training):
+        plan = plan_of(function, params(9), P("data"))
+        assert left_out(plan)
+        assert plan.seconds <= 1.001 * search(plan.request, WHOLE).seconds
+
+
 def test_plans_under_a_memory_limit_fit_and_values_are_those_of_one_device() -> None:
     state, x = params(8), torch.randn(8, 8, generator=torch.Generator().manual_seed(1))
     free = plan_of(step, state, P("data"))

@@ -39,6 +39,11 @@ class Folded:
     operations: Mapping[Operation, Operation] = _NOTHING
     values: Mapping[Value, Value] = _NO_VALUES
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether no layer is left out."""
+        return self.draft is self.whole
+
     def prices(self, prices: Mapping[Value, float]) -> Mapping[Value, float]:
         """The memory prices of values of the shorter program: of all together that they stand for."""
         found: dict[Value, float] = defaultdict(float)
@@ -140,6 +145,11 @@ class _Folder:
             if (own is None or own.stack != place.stack) and self.layers.values[taken].layer == first:
                 self.moved[taken] = count
             return taken
+        next_layer = self.layers.members[own.stack, first + 1][own.role]
+        if any(
+            one is value and other is value for one, other in zip(reader.operands, next_layer.operands, strict=True)
+        ):
+            return value  # all layers take it, from the first or the last one
         if place.layer == first + 1:
             value = self.at[attrs.evolve(place, layer=last + 1)]
         if place.layer != first and value in self.draft.graph.producers:

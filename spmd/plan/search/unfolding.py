@@ -23,7 +23,7 @@ def unfold(folded: Folded, planned: Draft) -> Draft:
     Every operation has the strategies of the one that stands for it, and takes its operands by the same reshards. Each
     stands where `insert_reshards` puts it.
     """
-    return planned if folded.draft is folded.whole else _Unfolder(folded, planned).run()
+    return planned if folded.is_whole else _Unfolder(folded, planned).run()
 
 
 class _Unfolder:
