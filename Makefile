@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 THREADS ?= 1
 export OMP_NUM_THREADS := $(THREADS)
 
-.PHONY: setup train test test-all test-hidden-state test-rules prove-rules least-sent test-faults test-faults-at-load test-fuzz test-shard-map test-memory test-scale test-redistribution test-tied-loops test-repeated-layers test-user-programs test-distributions test-random-bits test-eager-nn test-models operators lint format types bench bench-turns bench-peers bench-predictions notebook readme docs wheel clean test-slow
+.PHONY: setup train test test-all test-hidden-state test-rules prove-rules least-sent test-faults test-faults-at-load test-fuzz test-shard-map test-memory test-scale test-redistribution test-tied-loops test-repeated-layers test-user-programs test-distributions test-random-bits test-eager-nn test-models operators lint format types bench bench-turns bench-peers bench-first-step bench-predictions notebook readme docs wheel clean test-slow
 .DEFAULT_GOAL := test
 
 setup: $(STAMP)
@@ -164,6 +164,10 @@ bench-turns: $(STAMP)
 # ARGS='--link 1Gbit' on links of a rate.
 bench-peers: $(STAMP)
 	$(BIN)/python benchmarks/peers.py $(ARGS)
+
+# The first step of a deep model, compilation included, beside torch.compile, and JAX with ARGS='--jax PYTHON'; 10 minutes.
+bench-first-step: $(STAMP)
+	$(BIN)/python benchmarks/first_step.py --markdown proofs/reports/performance.md $(ARGS)
 
 # The predicted time of a step beside the measured one, for plans of many kinds; 3 minutes for each width and batch.
 bench-predictions: $(STAMP)

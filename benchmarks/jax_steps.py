@@ -59,15 +59,23 @@ def init(width: int) -> Any:
 
 
 def loss_of(params: Any, batch: Any) -> Any:
-    """The mean cross-entropy of the next token."""
+    """The mean cross-entropy of the next token; stacked blocks, a dict, are a `lax.scan`."""
     tokens, targets = batch
     x = params["tokens"][tokens] + params["positions"][: tokens.shape[1]]
-    for block in params["blocks"]:
-        x = x + attention(layer_norm(x, block["norm1"]), block)
-        hidden = layer_norm(x, block["norm2"]) @ block["up"]["weight"].T + block["up"]["bias"]
-        x = x + jax.nn.gelu(hidden, approximate=True) @ block["down"]["weight"].T + block["down"]["bias"]
+    if isinstance(params["blocks"], dict):
+        x, _ = jax.lax.scan(lambda x, block: (layer(x, block), None), x, params["blocks"])
+    else:
+        for block in params["blocks"]:
+            x = layer(x, block)
     logits = jax.nn.log_softmax(layer_norm(x, params["norm"]) @ params["head"].T)
     return -jnp.take_along_axis(logits, targets[..., None], -1).mean()
+
+
+def layer(x: Any, block: Any) -> Any:
+    """The residual stream after a block."""
+    x = x + attention(layer_norm(x, block["norm1"]), block)
+    hidden = layer_norm(x, block["norm2"]) @ block["up"]["weight"].T + block["up"]["bias"]
+    return x + jax.nn.gelu(hidden, approximate=True) @ block["down"]["weight"].T + block["down"]["bias"]
 
 
 def layer_norm(x: Any, parameters: Any) -> Any:
