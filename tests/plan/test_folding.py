@@ -213,3 +213,39 @@ def test_plans_under_a_memory_limit_fit_and_values_are_those_of_one_device() -> 
 def test_reuse_layers_false_plans_each_layer() -> None:
     plan = plan_of(step, params(7), reuse_layers=False)
     assert str(plan) == str(search(plan.request, WHOLE))
+
+
+def test_layers_in_a_loop_and_loops_in_layers_are_folded() -> None:
+    def microbatches(params: Params, x: Tensor) -> Any:
+        def add(total: Params, batch: Tensor) -> tuple[Params, Tensor]:
+            def loss(params: Params) -> Tensor:
+                h = batch
+                for w in params:
+                    h = block(w, h)
+                return h.square().mean()
+
+            grads, value = torch.func.grad_and_value(loss)(params)
+            return [{k: t[k] + g[k] for k in t} for t, g in zip(total, grads, strict=True)], value
+
+        zeros = [{name: torch.zeros_like(w) for name, w in layer.items()} for layer in params]
+        return spmd.scan(add, zeros, x.unflatten(0, (2, 4)))
+
+    def recurrent(params: Params, x: Tensor) -> Any:
+        def loss(params: Params) -> Tensor:
+            h = x
+            for w in params:
+                h = spmd.fori_loop(0, 3, lambda _, h, w=w: block(w, h), h)
+            return h.square().mean()
+
+        return torch.func.grad(loss)(params)
+
+    for function in (microbatches, recurrent):
+        for specs in (P(), P("data")):
+            plan = plan_of(function, params(8), specs)
+            whole = search(plan.request, WHOLE)
+            assert left_out(plan)
+            assert plan.seconds <= 1.001 * whole.seconds
+        mesh = spmd.make_mesh({"data": 2}, runtime="virtual")
+        state, x = params(8), torch.randn(8, 8, generator=torch.Generator().manual_seed(1))
+        found = spmd.full_tree(spmd.jit(function, (P("data"), P("data")), mesh=mesh)(state, x))
+        torch.testing.assert_close(found, function(state, x))

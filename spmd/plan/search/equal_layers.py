@@ -144,7 +144,20 @@ class Layers:
             near = place.layer - layer == there.layer - layer - 1 and abs(place.layer - layer) <= 1
             return near and (a in self._made or self._facts(a) == self._facts(b))
 
-        return all(self._same(operation, other[role], same_value) for role, operation in one.items())
+        def same_region(a: Operation, b: Operation) -> bool:
+            opens, there = regions.around(a), regions.around(b)
+            return opens is there or (opens is not None and there is other.get(self._role_in(stack, layer, opens)))
+
+        regions = self.draft.graph.regions
+        return all(
+            self._same(operation, other[role], same_value) and same_region(operation, other[role])
+            for role, operation in one.items()
+        )
+
+    def _role_in(self, stack: int, layer: int, operation: Operation) -> int:
+        """The role of an operation of a layer; -1 for one that is not."""
+        place = self.operations.get(operation)
+        return place.role if place is not None and (place.stack, place.layer) == (stack, layer) else -1
 
     def _same(self, one: Operation, other: Operation, same_value: Callable[[Value, Value], bool]) -> bool:
         """Whether two operations are equal: the same calls on such values, with the same choices and results."""

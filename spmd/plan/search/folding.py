@@ -59,7 +59,7 @@ def fold(draft: Draft, repeats: Sequence[tuple[Repeat, Sequence[Layer]]]) -> Fol
         draft: the whole program.
         repeats: its repeated parts, with the layers of their copies; none to leave it as it is.
     """
-    if not repeats or draft.graph.regions or draft.graph.variants is not None:
+    if not repeats or draft.graph.variants is not None:
         return Folded(draft, draft)
     layers = Layers(draft, repeats)
     spans = {stack: (first, last) for stack, first, last in layers.equal()}

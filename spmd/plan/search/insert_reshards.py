@@ -10,7 +10,7 @@ from spmd.collectives.manual import ENTER, LEAVE
 from spmd.core.placement import Partial, Placement, Replicate, Shard
 from spmd.ir.graph import Operation, Value
 from spmd.ir.markers import REDISTRIBUTE
-from spmd.ir.regions import BEGINS, END, LEAVES
+from spmd.ir.regions import BEGINS, END, LEAVES, Regions
 from spmd.plan.data.draft import Draft
 from spmd.plan.search.problem import AxisChoice
 from spmd.rules.strategy import Strategy
@@ -30,14 +30,46 @@ def insert_reshards(draft: Draft, axis: str, choice: AxisChoice) -> Draft:
     return _ReshardInserter(draft, axis, choice).run()
 
 
+class Blocks:
+    """The operations of a program so far, those of each open loop and branch by themselves.
+
+    Args:
+        regions: of the program whose operations are placed.
+    """
+
+    def __init__(self, regions: Regions[Operation, Value]) -> None:
+        self._regions = regions
+        self._open: list[tuple[Operation | None, list[Operation]]] = [(None, [])]
+
+    @property
+    def operations(self) -> tuple[Operation, ...]:
+        """All of them, when nothing is open."""
+        return tuple(self._open[0][1])
+
+    def place(self, operation: Operation, placed: Operation) -> None:
+        """Add what stands in place of an operation of the program."""
+        if operation.op in BEGINS:
+            self._open.append((operation, []))
+        elif operation.op is END:
+            _, inside = self._open.pop()
+            self._open[-1][1].extend(inside)
+        self._open[-1][1].append(placed)
+
+    def reshard(self, value: Value, operation: Operation) -> None:
+        """Add a reshard of a value of the program: in the loop or branch in which that is made, before those inside.
+
+        So a loop around its consumer reads it moved, and moves nothing itself.
+        """
+        home = self._regions.begin(value)
+        next(inside for begin, inside in self._open if begin is home).append(operation)
+
+
 class _ReshardInserter:
     def __init__(self, draft: Draft, axis: str, choice: AxisChoice) -> None:
         self.draft = draft
         self.axis = axis
         self.choice = choice
-        self.regions = draft.graph.regions
-        self.blocks: list[tuple[Operation | None, list[Operation]]] = [(None, [])]
-        """What begins each loop and branch that is open, and what stands in it so far; first the program itself."""
+        self.blocks = Blocks(draft.graph.regions)
         self.held: dict[Value, dict[Placement, Value]] = {}
         self.logical = dict(draft.logical)
         self.states = {value: dict(states) for value, states in draft.states.items()}
@@ -53,7 +85,7 @@ class _ReshardInserter:
             self._define(value, self.draft.given[value].placement(self.axis))
         for operation in self.draft.graph.operations:
             self._place(operation)
-        graph = attrs.evolve(self.draft.graph, operations=tuple(self.blocks[0][1]))
+        graph = attrs.evolve(self.draft.graph, operations=self.blocks.operations)
         return attrs.evolve(
             self.draft,
             graph=graph,
@@ -69,14 +101,6 @@ class _ReshardInserter:
             gap=max(self.draft.gap, self.choice.gap),
         )
 
-    def _block(self, value: Value) -> list[Operation]:
-        """Where what moves a value is put: in the loop or branch in which it is made, before those inside.
-
-        So a loop around its consumer reads it moved, and moves nothing itself.
-        """
-        home = self.regions.begin(value)
-        return next(inside for begin, inside in self.blocks if begin is home)
-
     def _define(self, value: Value, state: Placement) -> None:
         self.held[value] = {state: value}
         self._set_state(value, state)
@@ -91,12 +115,7 @@ class _ReshardInserter:
         strategy = self.choice.strategies[operation]
         wanted = iter(strategy.operands)
         placed = operation.with_operands(lambda value: self._obtain(value, next(wanted), operation))
-        if operation.op in BEGINS:
-            self.blocks.append((operation, []))
-        elif operation.op is END:
-            _, inside = self.blocks.pop()
-            self.blocks[-1][1].extend(inside)
-        self.blocks[-1][1].append(placed)
+        self.blocks.place(operation, placed)
         self._carry(operation, placed, strategy)
         for value, state in zip(placed.tensors, strategy.results, strict=True):
             self._define(value, state)
@@ -140,7 +159,7 @@ class _ReshardInserter:
             self._move(value, start, source, user)
         moved = Value(f"{value.name}_{_suffix(source, target)}", value.meta)
         operation = Operation(REDISTRIBUTE, (held[source],), {}, (moved,), user.source)
-        self._block(value).append(operation)
+        self.blocks.reshard(value, operation)
         self.logical[moved] = self.logical[value]
         if value in self.fused:
             self.fused.add(moved)

@@ -18,6 +18,7 @@ import attrs
 from spmd.ir.dataflow import independent_values
 from spmd.ir.graph import Graph, Operation, Value
 from spmd.ir.recompute import RECOMPUTE
+from spmd.ir.regions import BOUNDS
 from spmd.plan.cost.flops import has_formula
 
 Copy: TypeAlias = tuple[Operation, ...]
@@ -58,7 +59,7 @@ def find_repeats(graph: Graph) -> tuple[Repeat, ...]:
     independent of inputs are in no copy: a mask that the first layer computes for all layers is not part of it.
     """
     independent = independent_values(graph)
-    operations = [operation for operation in graph.operations if not independent.issuperset(operation.tensors)]
+    operations = [o for o in graph.operations if o.op in BOUNDS or not independent.issuperset(o.tensors)]
     tokens = _tokens(operations)
     runs = list(_runs(tokens))
     heapq.heapify(runs)

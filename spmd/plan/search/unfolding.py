@@ -14,6 +14,7 @@ from spmd.ir.source import Source
 from spmd.plan.data.assignment import States
 from spmd.plan.data.draft import Draft
 from spmd.plan.search.folding import Folded
+from spmd.plan.search.insert_reshards import Blocks
 from spmd.rules.strategy import Strategy
 
 
@@ -52,7 +53,7 @@ class _Unfolder:
         self.logical = dict(self.whole.logical)
         self.fused, self.latency_shares = set(self.whole.fused), dict(self.whole.latency_shares)
         self.held: dict[tuple[Value, tuple[tuple[str, Placement], ...]], Value] = {}
-        self.operations: list[Operation] = []
+        self.blocks = Blocks(self.whole.graph.regions)
         self.options, self.pinned = dict(self.whole.options), dict(self.whole.pinned)
         self.strategies: dict[Operation, Mapping[str, Strategy]] = {}
 
@@ -68,7 +69,7 @@ class _Unfolder:
                     self.reshard_at_once(value, wanted, reader)
         return attrs.evolve(
             self.whole,
-            graph=attrs.evolve(self.whole.graph, operations=tuple(self.operations)),
+            graph=attrs.evolve(self.whole.graph, operations=self.blocks.operations),
             logical=self.logical,
             options=self.options,
             pinned=self.pinned,
@@ -89,7 +90,7 @@ class _Unfolder:
         model = self.model_of(operation)
         wanted = iter(model.operands)
         placed = operation.with_operands(lambda value: self.obtain(value, next(wanted), operation))
-        self.operations.append(placed)
+        self.blocks.place(operation, placed)
         if model in self.planned.strategies:
             self.strategies[placed] = self.planned.strategies[model]
         if operation in self.options:
@@ -113,7 +114,8 @@ class _Unfolder:
         while base in self.resharding:
             (base,) = self.resharding[base].operands
         moved = Value(value.name + wanted.name[len(base.name) :], value.meta)
-        self.operations.append(Operation(REDISTRIBUTE, (held,), {}, (moved,), self.source(value, base, wanted, user)))
+        source = self.source(value, base, wanted, user)
+        self.blocks.reshard(value, Operation(REDISTRIBUTE, (held,), {}, (moved,), source))
         self.logical[moved] = self.logical[value]
         self.states[moved] = self.planned.states[wanted]
         if value in self.fused:
