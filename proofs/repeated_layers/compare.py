@@ -151,7 +151,7 @@ class _Requested(Exception):
 def request_of(drawn: Repeated) -> Request:
     """What a program asks of the planner, without a plan."""
 
-    def stop(request: Request) -> NoReturn:
+    def stop(request: Request, _: SearchOptions) -> NoReturn:
         raise _Requested(request)
 
     with mock.patch.object(stages, "plan", stop):

@@ -181,3 +181,19 @@ def test_a_collective_is_launched_after_the_one_whose_result_it_sends():
     _, first, second, third, other = plan.comms
     assert ["reduce_scatter", "permute", "all_gather"] == [first.kind, second.kind, third.kind]
     assert first.launch == other.launch < second.launch < third.launch
+
+
+def test_a_list_operator_begins_when_all_its_operands_are_there() -> None:
+    """One of its results is sent while another of its operands is on the way, were its elements calls of their own."""
+
+    def scale(xs: list[torch.Tensor], ys: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        first, second = torch._foreach_mul(xs, [ys[0], spmd.reshard(ys[1], P("x"))])
+        return spmd.reshard(first, P(None, "x")), second
+
+    mesh = spmd.make_mesh({"x": 2})
+    specs = (P("x"), [P("x"), P(None, "x")])
+    plan = spmd.jit(scale, specs, (P(None, "x"), P("x")), mesh=mesh).plan(
+        [torch.ones(4, 4)] * 2, [torch.ones(4, 4)] * 2
+    )
+    assert [comm.launch for comm in plan.comms] == [0, 1]
+    assert plan.timing.step > 0

@@ -61,7 +61,7 @@ def account(plan: PlanData) -> Account:
 def _stretches(plan: PlanData) -> tuple[Stretch, ...]:
     """The collectives of a plan by stretches of its program."""
     found = _without_launches(plan)
-    return stretches_of(plan, found.comms, [operation for unit in found.units for operation in unit.operations])
+    return stretches_of(plan, found.comms, found.units)
 
 
 @of_program

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 
@@ -23,6 +24,7 @@ from spmd.collectives.resharding import redistribution
 from spmd.ir.comm import Comm
 from spmd.ir.graph import Operation, Value
 from spmd.ir.launch_schedule import LaunchSchedule, PlacedLaunch, launch_order
+from spmd.ir.list_schedule import Unit
 from spmd.ir.markers import REDISTRIBUTE, RELABEL
 from spmd.ir.regions import GIVE, LEAVES, stretches
 from spmd.plan.data.plan import PlanData
@@ -109,10 +111,19 @@ class Stretch:
     steps: tuple[tuple[tuple[Operation, _TimedCollective], ...], ...]
 
     @classmethod
-    def of(cls, plan: PlanData, comms: Comms, executed: Sequence[Operation]) -> Stretch:
-        """The collectives `comms` of operations in order of execution, without bounds of regions."""
-        needed = _needed(executed)
-        made, leaving = _made(executed, comms, needed), _leaving(executed)
+    def of(cls, plan: PlanData, comms: Comms, executed: Sequence[Operation], calls: Mapping[Operation, int]) -> Stretch:
+        """The collectives `comms` of operations in order of execution, without bounds of regions.
+
+        Args:
+            plan, comms: as of `stretches_of`.
+            executed: the operations, those of one call one after the other.
+            calls: by operation, the number of its call.
+        """
+        numbers = [calls[operation] for operation in executed]
+        begins = [bisect_left(numbers, number) for number in numbers]
+        ends = [bisect_right(numbers, number) - 1 for number in numbers]
+        needed = _needed(executed, begins)
+        made, leaving = _made(executed, ends, comms, needed), _leaving(executed)
         steps: dict[int, list[tuple[Operation, _TimedCollective]]] = defaultdict(list)
         for time, operation in enumerate(executed):
             for step, comm in enumerate(comms.get(operation, ())):
@@ -154,16 +165,18 @@ class Stretch:
             )
 
 
-def stretches_of(plan: PlanData, comms: Comms, executed: Sequence[Operation]) -> tuple[Stretch, ...]:
+def stretches_of(plan: PlanData, comms: Comms, units: Sequence[Unit]) -> tuple[Stretch, ...]:
     """The collectives of a plan, which is not read for its schedule, by stretches of the program that have any.
 
     Args:
         plan: the plan.
         comms: the collectives of each operation.
-        executed: all operations, in order of execution.
+        units: the calls of a rank, in order.
     """
+    calls = {operation: number for number, unit in enumerate(units) for operation in unit.operations}
+    executed = tuple(calls)
     sent = ((stretch, {o: comms[o] for o in stretch if o in comms}) for stretch in stretches(executed))
-    return tuple(Stretch.of(plan, found, stretch) for stretch, found in sent if found)
+    return tuple(Stretch.of(plan, found, stretch, calls) for stretch, found in sent if found)
 
 
 def with_launches(sent: Iterable[Stretch], schedule: LaunchSchedule | None) -> dict[Operation, tuple[Comm, ...]]:
@@ -192,12 +205,15 @@ def _call(
     return call if step else call.after(ready)
 
 
-def _needed(operations: Sequence[Operation]) -> Mapping[Value, float]:
-    """The position at which each value is first needed by more than a view; the end of the program for its results."""
+def _needed(operations: Sequence[Operation], begins: Sequence[int]) -> Mapping[Value, float]:
+    """The position at which each value is first needed by more than a view; the end of the program for its results.
+
+    A call needs the operands of all its operations where it begins, and makes their results where it ends.
+    """
     end = float(len(operations))
     needed: dict[Value, float] = defaultdict(lambda: end)
-    for position, operation in reversed(list(enumerate(operations))):
-        when = float(position)
+    for begin, operation in zip(reversed(begins), reversed(operations), strict=True):
+        when = float(begin)
         if _is_view(operation):
             when = min((needed[value] for value in operation.tensors), default=end)
         for value in operation.operands:
@@ -205,17 +221,19 @@ def _needed(operations: Sequence[Operation]) -> Mapping[Value, float]:
     return needed
 
 
-def _made(operations: Sequence[Operation], comms: Comms, needed: Mapping[Value, float]) -> Mapping[Value, float]:
+def _made(
+    operations: Sequence[Operation], ends: Sequence[int], comms: Comms, needed: Mapping[Value, float]
+) -> Mapping[Value, float]:
     """The position after which each value is made: a collective's result when it is needed, a view with its operand."""
     made: dict[Value, float] = defaultdict(lambda: -1.0)
-    for position, operation in enumerate(operations):
+    for end, operation in zip(ends, operations, strict=True):
         for value in operation.tensors:
             if operation in comms:
                 made[value] = needed[value]
             elif _is_view(operation):
-                made[value] = max((made[operand] for operand in operation.operands), default=float(position))
+                made[value] = max((made[operand] for operand in operation.operands), default=float(end))
             else:
-                made[value] = float(position)
+                made[value] = float(end)
     return made
 
 
