@@ -30,7 +30,7 @@ def insert_reshards(draft: Draft, axis: str, choice: AxisChoice) -> Draft:
     return _ReshardInserter(draft, axis, choice).run()
 
 
-class Blocks:
+class RegionBlocks:
     """The operations of a program so far, those of each open loop and branch by themselves.
 
     Args:
@@ -69,7 +69,7 @@ class _ReshardInserter:
         self.draft = draft
         self.axis = axis
         self.choice = choice
-        self.blocks = Blocks(draft.graph.regions)
+        self.blocks = RegionBlocks(draft.graph.regions)
         self.held: dict[Value, dict[Placement, Value]] = {}
         self.logical = dict(draft.logical)
         self.states = {value: dict(states) for value, states in draft.states.items()}

@@ -14,7 +14,7 @@ from spmd.ir.source import Source
 from spmd.plan.data.assignment import States
 from spmd.plan.data.draft import Draft
 from spmd.plan.search.folding import Folded
-from spmd.plan.search.insert_reshards import Blocks
+from spmd.plan.search.insert_reshards import RegionBlocks
 from spmd.rules.strategy import Strategy
 
 
@@ -53,7 +53,7 @@ class _Unfolder:
         self.logical = dict(self.whole.logical)
         self.fused, self.latency_shares = set(self.whole.fused), dict(self.whole.latency_shares)
         self.held: dict[tuple[Value, tuple[tuple[str, Placement], ...]], Value] = {}
-        self.blocks = Blocks(self.whole.graph.regions)
+        self.blocks = RegionBlocks(self.whole.graph.regions)
         self.options, self.pinned = dict(self.whole.options), dict(self.whole.pinned)
         self.strategies: dict[Operation, Mapping[str, Strategy]] = {}
 
