@@ -139,7 +139,7 @@ def _plans(
         start = starts[order]
         return finish(unfold(start, steps[-1].draft if steps else start.draft), request, search.joins)
 
-    plans = {order: finished(order, steps) for order, steps in _promising(blind, starts, request).items()}
+    plans = {order: finished(order, steps) for order, steps in blind.items()}
     found = list(plans.values())
     if len(axes) > 1:
         best = min(plans, key=lambda order: plans[order].seconds)
@@ -148,19 +148,6 @@ def _plans(
         if refined[-1] is not steps[-1]:
             found.append(finished(best, refined))
     return found
-
-
-def _promising(
-    found: Mapping[tuple[str, ...], list[_Step]], starts: Mapping[tuple[str, ...], Folded], request: Request
-) -> Mapping[tuple[str, ...], list[_Step]]:
-    """The orders that may be the best; all of them if the program is short, or has other constraints than time.
-
-    What is joined in the end, and is not in the costs of the search, saves less than a tenth of many layers.
-    """
-    if request.memory_limit is not None or request.keep_sharded or any(each.is_whole for each in starts.values()):
-        return found
-    costs = {order: steps[-1].choice.seconds for order, steps in found.items()}
-    return {order: steps for order, steps in found.items() if costs[order] <= 1.1 * min(costs.values())}
 
 
 NEAR = 1.02

@@ -44,13 +44,11 @@ class AxisChoice:
         strategies: the strategy of every operation.
         moves: the moves of every value that has consumers, in an order in which each move's source exists; moves from
             a replica, which cost nothing, are left out.
-        seconds: its cost, of which memory prices are a part; of the last axis, the predicted time of the program.
         gap: an upper bound on the relative distance of its cost from the optimum (0.01 is 1%); 0 if it is optimal.
     """
 
     strategies: Mapping[Operation, Strategy]
     moves: Mapping[Value, tuple[Move, ...]]
-    seconds: float
     gap: float
 
     def equals(self, other: AxisChoice) -> bool:
@@ -141,7 +139,7 @@ class AxisProblem:
             for operation, variable in self.variables.items()
         }
         moves = {value: self._moves(value, strategies, solution.choices) for value in self.uses}
-        return AxisChoice(strategies, moves, solution.cost, gap)
+        return AxisChoice(strategies, moves, gap)
 
     def _start(self, tables: Sequence[Table], search: SearchOptions) -> list[int]:
         """The choices to start from: the first of every domain, with which values are replicated.
