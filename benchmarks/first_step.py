@@ -46,7 +46,7 @@ class Steps:
 
     @property
     def has_loss(self) -> bool:
-        """Whether steps were run: what is only compiled has no losses."""
+        """Test for steps that were run: what is only compiled has no losses."""
         return not self.failure and self.losses[0] == self.losses[0]
 
     def cells(self) -> Sequence[str]:

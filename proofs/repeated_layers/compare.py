@@ -35,8 +35,7 @@ from spmd.runtime.virtual import VirtualProgram
 from spmd.testing.traffic import comms_differences
 
 FOLDED = SEARCH
-_NO_FOLD: dict[str, Any] = {"fold": False} if "fold" in attrs.fields_dict(SearchOptions) else {}
-WHOLE = attrs.evolve(SEARCH, **_NO_FOLD)
+WHOLE = attrs.evolve(SEARCH, fold=False)
 """The search of every layer."""
 
 SAME = 1e-3
@@ -89,7 +88,7 @@ class Figures:
 
 @attrs.frozen
 class Compared:
-    """What was found of a program.
+    """The findings about a program.
 
     Args:
         seed, name: the program.
@@ -132,7 +131,7 @@ def compare(seed: int, runs: bool = True) -> Compared:
 
 
 def difference_of(seed: int) -> str:
-    """How the two plans of a seed's program differ, value by value.
+    """The differences of the two plans of a seed's program, value by value.
 
     Raises:
         PlanError: one search refuses the program.
@@ -149,7 +148,7 @@ class _Requested(Exception):
 
 
 def request_of(drawn: Repeated) -> Request:
-    """What a program asks of the planner, without a plan."""
+    """Take what a program asks of the planner, without a plan."""
 
     def stop(request: Request, _: SearchOptions) -> NoReturn:
         raise _Requested(request)
@@ -217,7 +216,7 @@ def _speed(ratio: float) -> Verdict:
 
 
 def _of_account(which: str, made: Plan) -> list[str]:
-    """What a plan states, and what follows from it."""
+    """Compare what a plan states with what follows from it."""
     found = account(made)
     if abs(found.total - made.seconds) > _OF_SUMS * found.total:
         return [f"{which}: states {made.seconds} s, its account has {found.total} s"]
@@ -226,7 +225,7 @@ def _of_account(which: str, made: Plan) -> list[str]:
 
 
 def _run_both(drawn: Repeated, whole: Plan, folded: Plan) -> tuple[list[str], bool | None]:
-    """What is wrong with the results of two plans, and whether these have the same bits."""
+    """Find mistakes in the results of two plans, and whether these have the same bits."""
     with OneDevice():
         expected = tree_leaves(drawn.expected())
     mistakes, results = [], []

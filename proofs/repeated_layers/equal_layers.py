@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from spmd.inspect.layers.layers import find_repeats
 from spmd.ir.graph import Graph, Value
+from spmd.plan.search.repeats import find_repeats
 
 
 def ties(graph: Graph) -> dict[Value, object]:

@@ -25,7 +25,7 @@ def line(found: Compared) -> str:
 
 
 def differs(found: Compared) -> bool:
-    """Whether the line of a program is to be read."""
+    """Test for a program whose line is to be read."""
     if found.verdict is not Verdict.EQUAL or found.bits is False:
         return True
     return bool(found.whole and found.folded and _differences(found.whole, found.folded))

@@ -53,7 +53,7 @@ class Optima:
 
     @property
     def mistake(self) -> str:
-        """What cannot be, or is not as the plans state; empty if there is nothing."""
+        """The text of what cannot be, or is not as the plans state; empty if there is nothing."""
         if not _near(self.free, min(self.whole, self.folded, self.tied)):
             return "below the optimum"
         if not _near(self.whole, self.free * (1 + self.whole_gap)):
@@ -66,7 +66,7 @@ _TIES = 1e-12
 
 
 def _near(seconds: float, least: float) -> bool:
-    """Whether a time is at most another, but for HiGHS's tolerance and for what breaks ties."""
+    """Test for a time that is at most another, but for HiGHS's tolerance and for what breaks ties."""
     return seconds <= least * (1 + NEAR) + _TIES
 
 
@@ -123,12 +123,12 @@ def line(found: Optima) -> str:
 
 
 def differs(found: Optima) -> bool:
-    """Whether not all least times are the optimum."""
+    """Test for least times of which not all are the optimum."""
     return not _near(max(found.tied, found.whole, found.folded), found.free) or bool(found.mistake)
 
 
 def summary(found: Sequence[Optima]) -> Iterator[str]:
-    """How many plans are the optimum, with tied layers or of all, and how far the others are."""
+    """Count the plans that are the optimum, with tied layers or of all, and say how far the others are."""
 
     def row(name: str, pairs: Sequence[tuple[float, float]]) -> tuple[str, str, str]:
         farthest = max((seconds / (least or _TIES) - 1 for seconds, least in pairs), default=0.0)

@@ -76,7 +76,7 @@ def build_rank_graph(
     known: Known | None = None,
     passes: Sequence[Callable[[Graph], Graph]] | None = None,
 ) -> Graph:
-    """As `rank_graph`, but built at each call.
+    """Build the program of `rank_graph` at each call.
 
     Args:
         plan: the plan.

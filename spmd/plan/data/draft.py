@@ -23,7 +23,7 @@ SAME_TENSOR = (PIN, REDISTRIBUTE, RELABEL, torch.ops.aten._to_copy.default)
 
 @attrs.frozen(eq=False)
 class Counts:
-    """What of a program stands for several of its kind, one of each of several equal layers.
+    """The numbers of what stands for several of its kind in a program, as one layer for several equal ones.
 
     Args:
         made: how often a value is made, where not once.
