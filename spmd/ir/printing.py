@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from spmd.core.folded_lines import fold_lines
 from spmd.ir.comm import Comm
 from spmd.ir.graph import Graph, Operation, Value, numbers_of
 from spmd.ir.number import arguments_among
@@ -34,6 +35,10 @@ _WIDTH = 116
 """Calls longer than this, such as those of list operators, are broken into lines of about this width."""
 
 
+_MANY = 64
+"""Lists of more items than this are printed with a line for each."""
+
+
 def operator_name(op: Any) -> str:
     """The short name of an operator or function: `mm` for `aten.mm.default`.
 
@@ -44,13 +49,14 @@ def operator_name(op: Any) -> str:
     return str(name).split("::")[-1].lstrip("_")
 
 
-def program_text(name: str, graph: Graph, header: Sequence[str]) -> str:
+def program_text(name: str, graph: Graph, header: Sequence[str], fold: bool = True) -> str:
     """A rank's program as a Python function.
 
     Args:
         name: the function's name.
         graph: the program.
         header: lines to print as comments above the function.
+        fold: whether repeated lines, as those of equal layers, are printed once.
     """
     lines, numbers = [f"# {line}" for line in header], arguments_among(numbers_of(graph))
     lines.append(f"def {name}({'' if graph.inputs or numbers else '):'}")
@@ -62,7 +68,8 @@ def program_text(name: str, graph: Graph, header: Sequence[str]) -> str:
     statements = _Statements(graph)
     for operation in graph.operations:
         lines += statements.of(operation)
-    return "\n".join([*lines, f"    return {_argument(graph.outputs)}"])
+    lines.append(_item_by_item("return ", graph.outputs, "    ") or f"    return {_argument(graph.outputs)}")
+    return "\n".join(fold_lines("\n".join(lines).splitlines()) if fold else lines)
 
 
 class _Statements:
@@ -179,16 +186,27 @@ def _description(value: Value, graph: Graph) -> str:
 
 
 def _expression(operation: Operation, indent: str) -> str:
-    arguments = [_argument(argument) for argument in operation.args]
-    arguments += [f"{key}={_argument(item)}" for key, item in operation.kwargs.items() if key not in _UNINTERESTING]
-    flat = f"{operator_name(operation.op)}({', '.join(arguments)})"
+    shown = [("", argument) for argument in operation.args]
+    shown += [(f"{key}=", item) for key, item in operation.kwargs.items() if key not in _UNINTERESTING]
+    texts = [f"{key}{_argument(argument)}" for key, argument in shown]
+    flat = f"{operator_name(operation.op)}({', '.join(texts)})"
     if len(flat) <= _WIDTH:
         return flat
+    inner = f"{indent}    "
     lines = [
-        textwrap.fill(argument, _WIDTH, initial_indent=f"{indent}    ", subsequent_indent=f"{indent}     ")
-        for argument in arguments
+        _item_by_item(key, argument, inner)
+        or textwrap.fill(text, _WIDTH, initial_indent=inner, subsequent_indent=f"{inner} ")
+        for (key, argument), text in zip(shown, texts, strict=True)
     ]
     return "\n".join([f"{operator_name(operation.op)}(", *(f"{line}," for line in lines), f"{indent})"])
+
+
+def _item_by_item(key: str, argument: Any, indent: str) -> str | None:
+    """A long list with a line for each item, so that those of equal layers are found; None for what is none."""
+    if not isinstance(argument, (list, tuple)) or len(argument) <= _MANY:
+        return None
+    begin, end = "[]" if isinstance(argument, list) else "()"
+    return "\n".join([f"{indent}{key}{begin}", *(f"{indent}    {_argument(item)}," for item in argument), indent + end])
 
 
 def _argument(argument: Any) -> str:

@@ -69,17 +69,21 @@ class LocalProgram:
         comms = (operation.annotations.comm for operation in self.graph().operations)
         return tuple(comm for comm in comms if comm is not None)
 
-    def as_text(self) -> str:
+    def as_text(self, fold: bool = True) -> str:
         """The program as readable Python.
 
         Each value is annotated with its dtype, local shape and spec; each collective with its cause, the user's line
         and the bytes sent by the rank that sends most. If shards are uneven, this is the program of coordinate zero.
+
+        Args:
+            fold: whether lines that repeat, as those of equal layers, are printed once, in a `for`.
         """
         ranks = "of coordinate zero; shapes differ between ranks" if self.uneven else "of every rank"
         header = [f"{self.mesh}: the program {ranks}"]
-        return program_text(self.name, self.graph(), header)
+        return program_text(self.name, self.graph(), header, fold)
 
-    __str__ = as_text
+    def __str__(self) -> str:
+        return self.as_text()
 
     def __repr__(self) -> str:
         count = len(self.collectives)

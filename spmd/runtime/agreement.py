@@ -72,6 +72,6 @@ def _claims(program: LocalProgram) -> Iterator[tuple[str, str]]:
         yield f"Argument {value.name} of {program.name}", str(spec)
     for number, spec in enumerate(program.output_specs):
         yield f"Result {number} of {program.name}", str(spec)
-    yield f"The program of {program.name}", program.as_text()
+    yield f"The program of {program.name}", program.as_text(fold=False)
     for value, tensor in graph.constants:
         yield f"Constant {value.name} of {program.name}", describe(tensor)

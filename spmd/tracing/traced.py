@@ -8,6 +8,7 @@ from typing import Any
 import attrs
 import optree
 
+from spmd.core.folded_lines import fold_lines
 from spmd.core.pytree import tree_flatten
 from spmd.ir.graph import Graph
 from spmd.ir.number import Number
@@ -55,12 +56,16 @@ class Traced:
             leaves.insert(position, value.evaluate(numbers) if isinstance(value, Number) else value)
         return self.out_tree.unflatten(leaves)
 
+    @property
+    def _text(self) -> str:
+        return "\n".join(fold_lines(str(self.graph).splitlines()))
+
     def __str__(self) -> str:
-        return f"{self.name}\n{self.graph}"
+        return f"{self.name}\n{self._text}"
 
     def _repr_html_(self) -> str:
         operations = len(self.graph.operations)
-        return program_html(f"{self.name}: {operations} operators on global tensors", str(self.graph))
+        return program_html(f"{self.name}: {operations} operators on global tensors", self._text)
 
 
 def name_of(function: Callable[..., Any]) -> str:

@@ -11,6 +11,7 @@ import attrs
 from typing_extensions import Self
 
 from spmd.collectives.manual import manual_axes
+from spmd.core.folded_lines import fold_lines
 from spmd.core.mesh import Mesh, Runtime
 from spmd.core.spec import DTensorSpec
 from spmd.errors import PlanError
@@ -144,7 +145,7 @@ class PlanData:
         for operation in self.graph.operations:
             specs = ", ".join(f"{self.layout(value)}" for value in operation.tensors)
             lines.append(f"{operation!r}  # {specs} {operation.source or ''}".rstrip())
-        return "\n".join(lines)
+        return "\n".join(fold_lines(lines))
 
 
 AnyPlan = TypeVar("AnyPlan", bound=PlanData)

@@ -1,12 +1,11 @@
 """Finds the repeated parts of a program: sequences of operations that occur several times in a row, as layers do.
 
-Candidates are tandem repeats (Main and Lorentz, 1984) in the sequence of calls, regardless of which tensors they take.
-Then copies are compared: two copies are the same subgraph if they have the same canonical form.
+Candidates are tandem repeats in the sequence of calls (`spmd.core.runs`), regardless of which tensors they take. Then
+copies are compared: two copies are the same subgraph if they have the same canonical form.
 """
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import operator
 from collections import Counter
@@ -15,6 +14,7 @@ from typing import Any, TypeAlias
 
 import attrs
 
+from spmd.core.runs import Run, disjoint_runs, held_before
 from spmd.ir.dataflow import independent_values
 from spmd.ir.graph import Graph, Operation, Value
 from spmd.ir.recompute import RECOMPUTE
@@ -53,36 +53,24 @@ class Repeat:
 def find_repeats(graph: Graph) -> tuple[Repeat, ...]:
     """The repeated parts of a program, in order of execution; no operation is in two.
 
-    Candidates that cover more operations are taken first and, of equal ones, those with the shorter copy. A candidate
-    must contain an operator with a FLOP formula, such as a matrix product, and each copy must take a result of the copy
+    Each contains an operator with a FLOP formula, such as a matrix product, and each copy takes a result of the copy
     before it. So layers are found, and updates of one parameter after the other are not. Operations that are
     independent of inputs are in no copy: a mask that the first layer computes for all layers is not part of it.
     """
     independent = independent_values(graph)
     operations = [o for o in graph.operations if o.op in BOUNDS or not independent.issuperset(o.tensors)]
-    tokens = _tokens(operations)
-    runs = list(_runs(tokens))
-    heapq.heapify(runs)
-    taken = bytearray(len(operations))
-    found: dict[int, tuple[_Run, Repeat]] = {}
-    while runs:
-        run = heapq.heappop(runs)
-        if not any(has_formula(operation.op) for operation in operations[run.begin : run.begin + run.period]):
-            continue
-        copies = [tuple(operations[n : n + run.period]) for n in range(run.begin, run.end, run.period)]
-        parts = list(_free_parts(run, taken) if any(taken[run.begin : run.stop]) else _alike_parts(run, copies))
-        if parts != [run]:
-            for part in parts:
-                heapq.heappush(runs, part)
-        elif handed_on := _handed_on(copies):
-            found[run.begin] = run, Repeat(tuple(copies), handed_on)
-            taken[run.begin : run.end] = bytes([True]) * (run.end - run.begin)
 
-    def completed(run: _Run, repeat: Repeat) -> Repeat:
-        free = itertools.takewhile(lambda place: not taken[place], range(run.end, run.stop))
-        return attrs.evolve(repeat, rest=tuple(map(operations.__getitem__, free)))
+    def copies(run: Run) -> list[Copy]:
+        return [tuple(operations[n : n + run.period]) for n in range(run.begin, run.end, run.period)]
 
-    return tuple(completed(*found[begin]) for begin in sorted(found))
+    def alike(run: Run) -> Iterator[Run]:
+        if any(has_formula(operation.op) for operation in operations[run.begin : run.begin + run.period]):
+            yield from run.grouped([len(list(group)) for _, group in itertools.groupby(copies(run), key=_wiring)])
+
+    def repeat(run: Run) -> Repeat:
+        return Repeat(tuple(copies(run)), _handed_on(copies(run)), tuple(operations[run.end : run.stop]))
+
+    return tuple(map(repeat, disjoint_runs(_tokens(operations), alike, lambda run: bool(_handed_on(copies(run))))))
 
 
 def call_of(operation: Operation) -> Hashable:
@@ -94,87 +82,6 @@ def _tokens(operations: Sequence[Operation]) -> list[int]:
     """A number for every operation, the same for equal calls: operator, literal arguments, metas of all tensors."""
     numbers: dict[Any, int] = {}
     return [numbers.setdefault((call_of(operation), operation.metas), len(numbers)) for operation in operations]
-
-
-@attrs.frozen(order=True)
-class _Run:
-    """A periodic part of the sequence; runs compare in the order in which they are tried.
-
-    Args:
-        rank: minus the number of operations in complete copies.
-        period: the number of operations in one copy.
-        begin, stop: the bounds of the run, `stop` excluded. An incomplete copy may be at its end.
-    """
-
-    rank: int
-    period: int
-    begin: int
-    stop: int
-
-    @classmethod
-    def within(cls, period: int, begin: int, stop: int) -> Iterator[_Run]:
-        """The run with these bounds; nothing if it has fewer than two complete copies."""
-        whole = stop - begin - (stop - begin) % period
-        if whole >= 2 * period:
-            yield cls(-whole, period, begin, stop)
-
-    @property
-    def end(self) -> int:
-        """The end of the last complete copy."""
-        return self.begin - self.rank
-
-
-def _runs(tokens: Sequence[int]) -> Iterator[_Run]:
-    """The maximal runs: in each, every token equals the token one period before it."""
-    for period in sorted(_periods(tokens)):
-        begin = 0
-        for same, group in itertools.groupby(map(operator.eq, tokens, tokens[period:])):
-            end = begin + len(list(group))
-            if same:
-                yield from _Run.within(period, begin, end + period)
-            begin = end
-
-
-def _periods(tokens: Sequence[int]) -> set[int]:
-    """Likely periods: the distances between neighbouring occurrences of equal windows of 1, 2, 4, ... tokens.
-
-    Windows are named as by Karp, Miller and Rosenberg (1972): a window of twice the width is a pair of names. In a
-    periodic part most windows recur one period later, unless they are so narrow that they also occur in between.
-    """
-    found: set[int] = set()
-    names, width = tokens, 1
-    while len(set(names)) < len(names):
-        last: dict[int, int] = {}
-        distances: Counter[int] = Counter()
-        for position, name in enumerate(names):
-            if name in last:
-                distances[position - last[name]] += 1
-            last[name] = position
-        found.update(distance for distance, count in distances.items() if 4 * count >= distance)
-        pairs = list(zip(names, names[width:], strict=False))
-        numbers = {pair: number for number, pair in enumerate(dict.fromkeys(pairs))}
-        names, width = [numbers[pair] for pair in pairs], 2 * width
-    return found
-
-
-def _free_parts(run: _Run, taken: bytearray) -> Iterator[_Run]:
-    """The parts of a run between operations that are already taken."""
-    begin = run.begin
-    for is_taken, group in itertools.groupby(taken[run.begin : run.stop]):
-        end = begin + len(list(group))
-        if not is_taken:
-            yield from _Run.within(run.period, begin, end)
-        begin = end
-
-
-def _alike_parts(run: _Run, copies: Sequence[Copy]) -> Iterator[_Run]:
-    """The parts of a run whose copies are the same subgraph; the run itself, if all are."""
-    groups = [len(list(group)) for _, group in itertools.groupby(copies, key=_wiring)]
-    begin = run.begin
-    for position, count in enumerate(groups, 1):
-        end = begin + run.period * count
-        yield from _Run.within(run.period, begin, end if position < len(groups) else run.stop)
-        begin = end
 
 
 def _wiring(copy: Copy) -> tuple[tuple[int, ...], ...]:
@@ -236,17 +143,12 @@ def aligned(repeats: Sequence[Repeat], graph: Graph) -> list[tuple[Repeat, tuple
 
 def _narrowest(repeat: Repeat, graph: Graph) -> list[int]:
     """The positions in a copy before which the fewest values are held that operations behind them in the run take."""
-    copies, period = repeat.copies, len(repeat.copies[0])
-    run = list(itertools.chain(*copies, repeat.rest))
+    run = list(itertools.chain(*repeat.copies, repeat.rest))
     index = {operation: place for place, operation in enumerate(run)}
-    middle = (len(copies) - 1) // 2
-    held = [0] * period
-    for operation in copies[middle]:
-        made = index[operation]
-        for value in operation.tensors:
-            last = max((index.get(reader, made) for reader in graph.consumers.get(value, ())), default=made)
-            for place in range(made + 1, min(last, made + period) + 1):
-                held[place % period] += 1
+    middle = repeat.copies[(len(repeat.copies) - 1) // 2]
+    readers = [(o, graph.consumers.get(value, ())) for o in middle for value in o.tensors]
+    spans = ((index[made], max((index.get(o, 0) for o in found), default=0)) for made, found in readers)
+    held = held_before(len(middle), spans)
     return [place for place, count in enumerate(held) if count == min(held)]
 
 
