@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
@@ -41,7 +42,7 @@ class Model:
     Args:
         name: its name on the page.
         family: the kind of model.
-        make: makes the module.
+        make: makes the module; of transformers, with another number of layers, if it is given.
         inputs: makes the inputs by name; the first dim of each is the batch.
         masks: makes the masks that the inputs may have; empty if it takes none.
         training: further inputs for training: labels.
@@ -51,12 +52,17 @@ class Model:
 
     name: str
     family: str
-    make: Callable[[], nn.Module]
+    make: Callable[..., nn.Module]
     inputs: Callable[[], Inputs]
     masks: Callable[[], Inputs] = dict
     training: Callable[[], Inputs] = dict
     backward: bool = False
     trains: bool = True
+
+    @property
+    def takes_layers(self) -> bool:
+        """Whether it can be made with another number of layers."""
+        return "layers" in inspect.signature(self.make).parameters
 
 
 def _generator() -> torch.Generator:
@@ -90,11 +96,15 @@ def _labels() -> Inputs:
     return {"labels": tokens()}
 
 
-def _made(name: str, config: str, options: Mapping[str, Any]) -> Callable[[], nn.Module]:
-    def make() -> nn.Module:
+_LAYERS = ("num_hidden_layers", "n_layers", "num_layers", "encoder_layers", "decoder_layers", "n_layer")
+
+
+def _made(name: str, config: str, options: Mapping[str, Any]) -> Callable[..., nn.Module]:
+    def make(layers: int | None = None) -> nn.Module:
         import transformers
 
-        found: nn.Module = getattr(transformers, name)(getattr(transformers, config)(**options))
+        deeper = {option: layers for option in _LAYERS if option in options and layers is not None}
+        found: nn.Module = getattr(transformers, name)(getattr(transformers, config)(**{**options, **deeper}))
         return found
 
     return make
@@ -177,8 +187,8 @@ class Cached(nn.Module):
 def _checkpointed(model: Model) -> Model:
     """A model that computes its layers again in the backward pass, which transformers does not do under torch.func."""
 
-    def make() -> nn.Module:
-        module = model.make()
+    def make(layers: int | None = None) -> nn.Module:
+        module = model.make(layers)
         module.gradient_checkpointing_enable()  # type: ignore[operator]
         return module
 

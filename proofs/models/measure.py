@@ -81,7 +81,7 @@ def _measure(case: Case) -> Found:
     inputs |= case.model.training() if case.training else {}
     params = {name: value.detach() for name, value in module.named_parameters()}
     buffers = {name: value.detach().clone() for name, value in module.named_buffers()}
-    step = _training(module, case.model.backward) if case.training else _forward(module)
+    step = training_step(module, case.model.backward) if case.training else _forward(module)
     changed = {name: value * noise(value) for name, value in params.items()}
     expected, noisy = (_results(case, step, held, buffers, inputs) for held in (params, changed))
     mesh, specs = sharded(case.strategy, module, params, inputs)
@@ -159,7 +159,9 @@ def _forward(module: nn.Module) -> Callable[..., list[torch.Tensor]]:
     return forward
 
 
-def _training(module: nn.Module, backward: bool) -> Callable[..., list[torch.Tensor]]:
+def training_step(module: nn.Module, backward: bool) -> Callable[..., list[torch.Tensor]]:
+    """A step of gradient descent: of parameters, buffers and inputs, the loss and the new parameters."""
+
     def step(params: Inputs, buffers: Inputs, inputs: Inputs) -> list[torch.Tensor]:
         def loss(params: Inputs) -> torch.Tensor:
             return loss_of(_call(module, params, buffers, inputs))

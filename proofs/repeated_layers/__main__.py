@@ -3,6 +3,7 @@
     python -m proofs.repeated_layers --seeds 0:300 --jobs 1     # about a second each
     python -m proofs.repeated_layers --seeds 17                 # one program, and where its plans differ
     python -m proofs.repeated_layers --seeds 0:0 --tied 100     # small ones, beside the optimum with tied layers
+    python -m proofs.repeated_layers --seeds 0:84 --stock       # stock models of transformers with six layers
 
 Both plans run on virtual ranks and are compared with one device. The exit status is 1 after an error: values that are
 wrong, a crash, a hang, a program that one search alone refuses, or a small one with a plan below the optimum.
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import functools
 import time
+from collections.abc import Callable
 
 import torch
 
@@ -33,6 +35,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=300.0, help="time for one program")
     parser.add_argument("--tied", type=int, default=0, help="so many small programs, beside optima by HiGHS")
     parser.add_argument("--plans", action="store_true", help="compare the plans, and do not run them")
+    parser.add_argument("--stock", action="store_true", help="compare plans of stock models instead of random programs")
     options = parser.parse_args()
     first, _, last = options.seeds.partition(":")
     seeds = range(int(first), int(last or int(first) + 1))
@@ -46,7 +49,11 @@ def main() -> int:
 def _programs(seeds: range, options: argparse.Namespace) -> int:
     """The number of errors in programs planned by both searches."""
     found = []
-    work = functools.partial(compare, runs=not options.plans)
+    work: Callable[[int], Compared] = functools.partial(compare, runs=not options.plans)
+    if options.stock:
+        from proofs.repeated_layers.stock import stock  # needs transformers
+
+        work = functools.partial(compare, runs=False, make=stock)
     for seed, result in each(seeds, work, jobs=options.jobs, seconds=options.seconds):
         found.append(_lost(seed, result) if isinstance(result, Lost) else result)
         if report.differs(found[-1]) or len(seeds) == 1:

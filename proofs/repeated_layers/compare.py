@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any, NoReturn
 from unittest import mock
@@ -117,13 +117,13 @@ class Compared:
         return self.folded.seconds / self.whole.seconds if self.folded and self.whole else 1.0
 
 
-def compare(seed: int, runs: bool = True) -> Compared:
-    """Compare the plans of a seed's program, and with `runs` what they compute."""
+def compare(seed: int, runs: bool = True, make: Callable[[int], Repeated] = program) -> Compared:
+    """Compare the plans of a seed's program, which is made by `make`, and with `runs` what they compute."""
     with default_dtype(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         name = ""
         try:
-            drawn = program(seed)
+            drawn = make(seed)
             name = drawn.name
             return _compared(drawn, runs)
         except Exception as error:
