@@ -35,7 +35,7 @@ def fold_lines(lines: Sequence[str]) -> list[str]:
     for i in range(1, 41):
         y{2*i} = f(x{i}, y{2*i-2})
     """
-    text = _Text(lines)
+    text = _Lines(lines)
     folded: list[str] = []
     done = 0
     for run in disjoint_runs(text.tokens, text.regular):
@@ -75,7 +75,7 @@ class _Number:
         return f"{{{index}{f'{rest:+}' if rest else ''}}}"
 
 
-class _Text:
+class _Lines:
     """Lines as tokens, equal for lines that differ in numbers alone."""
 
     def __init__(self, lines: Sequence[str]) -> None:

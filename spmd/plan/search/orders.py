@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from itertools import permutations
 from types import MappingProxyType
 
@@ -53,23 +53,41 @@ def plan(request: Request, search: SearchOptions = SEARCH) -> PlanData:
     """
     with single_threaded():
         prepared = prepare(request, search)
-        found = _fitted_plans(prepared)
+        known = _Fitted()
+        found = _fitted_plans(prepared, known)
         if prepared.repeats and not any(map(fits, found)):  # layers that differ may fit
-            found += _fitted_plans(prepared.unfolded())
+            found += _fitted_plans(prepared.unfolded(), known)
         best = _best(fitting(found))
         first, *others = (each for plan in (best, *_with_fewer_launches(best, prepared)) for each in _variants(plan))
         return best_schedule(first, *others).verify()
 
 
-def _fitted_plans(prepared: Prepared) -> list[PlanData]:
-    """The plans that the search finds, each made to fit; with memory prices if none does without."""
+class _Fitted:
+    """Makes plans fit, each once: memory prices, and layers that may differ, often lead to a plan that is known."""
+
+    def __init__(self) -> None:
+        self.known: set[Hashable] = set()
+
+    def new(self, plans: Sequence[PlanData]) -> list[PlanData]:
+        """The plans that are not known, made to fit."""
+        by_layouts = {tuple((value.name, plan.layout(value)) for value in plan.specs): plan for plan in plans}
+        new = by_layouts.keys() - self.known
+        self.known |= new
+        return [fit(plan) for layouts, plan in by_layouts.items() if layouts in new]
+
+
+def _fitted_plans(prepared: Prepared, fitted: _Fitted) -> list[PlanData]:
+    """The new plans that the search finds, each made to fit; with memory prices if none does without.
+
+    Where the plans without prices are known, so are those with prices as a rule: they are not searched.
+    """
     machine = prepared.request.machine
-    found = list(map(fit, _allowed_plans(prepared, machine)))
-    for price in PRICE_LEVELS:
+    found = fitted.new(_allowed_plans(prepared, machine))
+    for price in PRICE_LEVELS if found else ():
         if any(map(fits, found)):
             break
         smallest = min(found, key=lambda plan: memory_of(plan).peak)
-        found += map(fit, _allowed_plans(prepared, machine, memory_prices(smallest, price)))
+        found += fitted.new(_allowed_plans(prepared, machine, memory_prices(smallest, price)))
     return found
 
 
