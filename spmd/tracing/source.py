@@ -24,6 +24,12 @@ def source_at(file: str, line: int) -> Source:
     return Source(file, line, linecache.getline(file, line).strip())
 
 
+def read_files_again() -> None:
+    """Read lines anew of files that were edited, as modules that are reloaded and files that notebooks write."""
+    linecache.checkcache()
+    source_at.cache_clear()
+
+
 @functools.lru_cache(maxsize=65536)
 def as_backward(source: Source) -> Source:
     """The same line, as the origin of a backward operator."""

@@ -42,7 +42,7 @@ from spmd.tracing.nested_tracers import nested_tracers
 from spmd.tracing.numbers import Guards, number_of, traced
 from spmd.tracing.recorder import Recorder
 from spmd.tracing.running import is_tracing, running_in
-from spmd.tracing.source import SourceTracker
+from spmd.tracing.source import SourceTracker, read_files_again
 from spmd.tracing.torch_state import restored
 from spmd.tracing.traced import Traced, dynamic_paths, name_of
 
@@ -78,6 +78,7 @@ def trace(
     >>> traced.output_paths, [str(operation.op) for operation in traced.graph.operations]
     (("['y']",), ['aten.sin.default'])
     """
+    read_files_again()
     static = {number % len(args) for number in static_argnums} if args else set()
     dynamic = [number for number in range(len(args)) if number not in static]
     leaves, in_tree = tree_flatten(tuple(args[number] for number in dynamic))

@@ -290,3 +290,18 @@ def test_what_a_loop_read_is_freed_before_its_results_are_stacked() -> None:
     step = spmd.jit(torch.func.grad(total), (P(),), P(), mesh=spmd.make_mesh({"data": 2}, runtime="virtual"))
     held = peak_bytes(step.lower(meta(6, 64, 64)))
     assert 3 * 6 * 64 * 64 * 4 <= held <= step.plan(meta(6, 64, 64)).memory.peak < 1.1 * held
+
+
+def test_what_equal_layers_hold_is_on_one_line() -> None:
+    def loss(weights: list[torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        for w in weights:
+            x = torch.tanh(x @ w)
+        return x.sum()
+
+    weights, x = [torch.empty(64, 64, device="meta")] * 5, torch.empty(256, 64, device="meta")
+    mesh = spmd.make_mesh({"data": 2}, runtime="abstract")
+    memory = spmd.jit(torch.func.grad(loss), (P(), P("data")), P(), mesh=mesh).plan(weights, x).memory
+    lines = memory.largest(100).splitlines()
+    assert any(f"{5 * 64 * 64 * 4:,}  input      5 like weights_0 f32[64,64]" in line for line in lines)
+    assert [" like tanh" in line or " like mm" in line for line in lines].count(True) == 1
+    assert memory.peak == sum(int(line.split()[0].replace(",", "")) for line in lines)

@@ -1,4 +1,6 @@
+import importlib
 import inspect
+import sys
 from collections import namedtuple
 from pathlib import Path
 
@@ -396,3 +398,16 @@ def test_out_of_a_dtype_that_torch_refuses():
 
 
 OUT = torch.empty(2, 2).double()
+
+
+def test_the_lines_of_a_file_that_was_edited_are_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "reloaded_layer.py"
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    for line in ("    return x.sin()  # first", "    return x.cosh()  # then"):
+        file.write_text(f"def layer(x):\n{line}\n")
+        importlib.invalidate_caches()
+        sys.modules.pop(file.stem, None)
+        graph = trace(importlib.import_module(file.stem).layer, (TensorMeta((2,), torch.float32),)).graph
+        assert (source := graph.operations[0].source) is not None and source.code == line.strip()
+    sys.modules.pop(file.stem)

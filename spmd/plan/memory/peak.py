@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 import itertools
+import re
 import weakref
 from collections.abc import Callable, Mapping
 
@@ -60,9 +61,14 @@ class Held:
     value: Value | None = attrs.field(repr=False, eq=False)
 
     def __str__(self) -> str:
+        return self.line()
+
+    def line(self, count: int = 1) -> str:
+        """The tensor as text, with so many that are held for the same, as those of equal layers."""
+        like = f"{count} like " if count > 1 else ""
         made = f" by {self.operation}" if self.operation else ""
         where = f" at {self.source}" if self.source else ""
-        return f"{self.nbytes:>16,}  {self.kind.value:<9}  {self.name} {self.meta}{made}{where}"
+        return f"{count * self.nbytes:>16,}  {self.kind.value:<9}  {like}{self.name} {self.meta}{made}{where}"
 
 
 @attrs.frozen(eq=False, repr=False)
@@ -116,9 +122,19 @@ class Memory:
         return f"{self.operation.name}{where}{makes}"
 
     def largest(self, count: int = 8) -> str:
-        """The `count` largest tensors held at the peak, one per line, and the total of the others."""
-        lines = [f"  {item}" for item in self.held[:count]]
-        rest = self.held[count:]
+        """The `count` largest of the tensors held at the peak, one per line, and the total of the others.
+
+        Three and more that one line of the user's code made alike, or inputs alike but for numbers in their names, as
+        those of equal layers, are on one line.
+        """
+        alike: dict[Held, list[Held]] = {}
+        for item in self.held:
+            name = "" if item.operation else re.sub(r"\d+", "", item.name)
+            alike.setdefault(attrs.evolve(item, name=name), []).append(item)
+        groups = [part for same in alike.values() for part in ([same] if len(same) > 2 else [[item] for item in same])]
+        groups.sort(key=lambda group: -len(group) * group[0].nbytes)
+        lines = [f"  {group[0].line(len(group))}" for group in groups[:count]]
+        rest = [item for group in groups[count:] for item in group]
         if rest:
             lines.append(f"  {sum(item.nbytes for item in rest):>16,}  in {len(rest)} more")
         return "\n".join(lines)

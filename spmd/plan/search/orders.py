@@ -70,10 +70,13 @@ class _Fitted:
 
     def new(self, plans: Sequence[PlanData]) -> list[PlanData]:
         """The plans that are not known, made to fit."""
-        by_layouts = {tuple((value.name, plan.layout(value)) for value in plan.specs): plan for plan in plans}
-        new = by_layouts.keys() - self.known
-        self.known |= new
-        return [fit(plan) for layouts, plan in by_layouts.items() if layouts in new]
+        new: dict[Hashable, PlanData] = {}
+        for plan in plans:
+            layouts = tuple((value.name, plan.layout(value)) for value in plan.specs)
+            if layouts not in self.known:
+                new.setdefault(layouts, plan)
+        self.known.update(new)
+        return list(map(fit, new.values()))
 
 
 def _fitted_plans(prepared: Prepared, fitted: _Fitted) -> list[PlanData]:
