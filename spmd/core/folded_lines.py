@@ -86,6 +86,8 @@ class _Lines:
 
     def regular(self, run: Run) -> Iterator[Run]:
         """The parts of a run with at least three copies in which every number grows by a step of its own."""
+        if -run.rank - run.period <= LEAST_SAVED:
+            return
         bounds = [(begin, begin + run.period) for begin in range(run.begin, run.end, run.period)]
         copies = [[*itertools.chain.from_iterable(self.numbers[begin:end])] for begin, end in bounds]
         steps = [[*map(int.__sub__, after, before)] for before, after in itertools.pairwise(copies)]
@@ -95,7 +97,7 @@ class _Lines:
             begin, end = max(end, sum(sizes)), end + len(list(group))
             if end - begin >= 2:
                 sizes += [1] * (begin - sum(sizes)) + [end + 1 - begin]
-        return run.grouped(sizes + [1] * (len(copies) - sum(sizes)))
+        yield from run.grouped(sizes + [1] * (len(copies) - sum(sizes)))
 
     def aligned(self, run: Run) -> Run:
         """The run with copies that begin where most numbers count the same copy and the fewest values are held."""

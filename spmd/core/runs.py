@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import operator
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -93,12 +94,9 @@ def disjoint_runs(
 def _maximal(tokens: Sequence[int]) -> Iterator[Run]:
     """The maximal runs: in each, every token equals the token one period before it."""
     for period in sorted(_periods(tokens)):
-        begin = 0
-        for same, group in itertools.groupby(map(operator.eq, tokens, tokens[period:])):
-            end = begin + len(list(group))
-            if same:
-                yield from Run.within(period, begin, end + period)
-            begin = end
+        equal = bytes(map(operator.eq, tokens, tokens[period:]))
+        for found in re.finditer(b"\1{%d,}" % period, equal):
+            yield from Run.within(period, found.start(), found.end() + period)
 
 
 def _periods(tokens: Sequence[int]) -> set[int]:

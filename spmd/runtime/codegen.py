@@ -17,6 +17,7 @@ import torch
 from spmd.collectives.distributed.bucket import Bucket
 from spmd.core.generated import define
 from spmd.core.own_storage import own_memory
+from spmd.core.single_threaded import single_threaded
 from spmd.ir.effectful import original
 from spmd.ir.graph import Graph, Operation, Value, numbers_of
 from spmd.ir.in_place import InPlace, restricted
@@ -27,6 +28,7 @@ from spmd.ir.source import Range
 from spmd.job.tracebacks import GENERATED
 from spmd.runtime.bindings import callable_of
 from spmd.runtime.in_place import call_in_place
+from spmd.runtime.outline import outline
 from spmd.runtime.ranges import collective_range, common, enter, leave
 from spmd.runtime.region_code import RegionCode
 from spmd.tracing.source import where
@@ -44,6 +46,7 @@ class Generated:
     source: str
 
 
+@single_threaded()
 def generate(graph: Graph, *, ranged: bool = False) -> Generated:
     """Compile a rank's program to a function that deletes every variable after its last use.
 
@@ -85,7 +88,11 @@ def name_origin(error: BaseException) -> None:
         trace = trace.tb_next
     if trace is None or not error.args or not isinstance(error.args[0], str):
         return
-    operation = trace.tb_frame.f_globals[_LINES].get(trace.tb_lineno)
+    origins, lines = trace.tb_frame.f_globals[_LINES], []
+    while trace is not None and trace.tb_frame.f_globals.get(_LINES) is origins:
+        lines.append(trace.tb_lineno)
+        trace = trace.tb_next
+    operation = origins.get(tuple(lines))
     if operation is not None:
         tensors = ", ".join(str(operand.meta) for operand in dict.fromkeys(operation.operands))
         op = operation.op.__self__ if isinstance(operation.op, MethodType) else operation.op
@@ -124,8 +131,10 @@ class ProgramWriter:
 
     def compiled(self) -> Generated:
         """The program."""
-        self._namespace[_LINES] = self._origins
-        return Generated(define("program", self.lines, self._namespace, _FILE), "\n".join(self.lines))
+        outlined = outline(self.lines, self._origins)
+        self._namespace[_LINES] = outlined.origins
+        function = define("program", outlined.lines, self._namespace, _FILE, outlined.parts)
+        return Generated(function, "\n".join(outlined.lines))
 
     def variable(self, value: Value) -> str:
         """The variable of a value."""

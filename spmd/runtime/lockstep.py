@@ -24,6 +24,7 @@ import torch
 
 from spmd.collectives.local import LOCALS, Local, bind_local
 from spmd.core.mesh import Mesh
+from spmd.core.single_threaded import single_threaded
 from spmd.ir.effects import Effect
 from spmd.ir.graph import Graph, Operation, Value
 from spmd.ir.regions import BRANCH, PROCEED, STRUCTURE, WHILE
@@ -87,6 +88,7 @@ class LockstepProgram:
         return tuple((instances.ranks, len(instances.ranks)) for instances in self.inputs)
 
 
+@single_threaded()
 def generate_lockstep(
     graph: Graph,
     mesh: Mesh,
