@@ -38,9 +38,9 @@ def fold_lines(lines: Sequence[str]) -> list[str]:
     text = _Lines(lines)
     folded: list[str] = []
     done = 0
-    for run in disjoint_runs(text.tokens, text.regular):
-        run = text.aligned(run)
-        if -run.rank - run.period > LEAST_SAVED:
+    for found in disjoint_runs(text.tokens, text.regular):
+        run = text.aligned(found, done)
+        if run is not None and -run.rank - run.period > LEAST_SAVED:
             folded += [*lines[done : run.begin], *text.loop(run)]
             done = run.end
     return [*folded, *lines[done:]]
@@ -99,9 +99,17 @@ class _Lines:
                 sizes += [1] * (begin - sum(sizes)) + [end + 1 - begin]
         yield from run.grouped(sizes + [1] * (len(copies) - sum(sizes)))
 
-    def aligned(self, run: Run) -> Run:
-        """The run with copies that begin where most numbers count the same copy and the fewest values are held."""
-        lines, period = self.lines[run.begin : run.stop], run.period
+    def aligned(self, run: Run, begin: int) -> Run | None:
+        """The run with copies that begin where most numbers count the same copy and the fewest values are held.
+
+        They may be in the lines around it from `begin` on.
+        """
+        period, start, stop = run.period, run.begin, run.stop
+        while start > begin and self.tokens[start - 1] == self.tokens[start - 1 + period]:
+            start -= 1
+        while stop < len(self.lines) and self.tokens[stop] == self.tokens[stop - period]:
+            stop += 1
+        lines = self.lines[run.begin : stop]
         last = {name: place for place, line in enumerate(lines) for name in _NAME.findall(line)}
         made = [(place, _MADE.match(line)) for place, line in enumerate(lines[:period])]
         held = held_before(period, [(place, last[found[1]]) for place, found in made if found])
@@ -113,8 +121,10 @@ class _Lines:
                 best = min(best, (len(+counted), held[place], place))
             counted.subtract((each.name, each.first) for each in numbers if each.counts)
             counted.update((each.name, each.first + each.step) for each in numbers if each.counts)
-        turned = Run.within(period, run.begin + best[-1], run.stop)
-        return next(itertools.chain.from_iterable(map(self.regular, turned)), run)
+        first = max(start, begin)
+        first += (run.begin + best[-1] - first) % period
+        turned = Run.within(period, first, min(stop, run.end + period - 1))
+        return next(itertools.chain.from_iterable(map(self.regular, turned)), None)
 
     def numbers_of(self, run: Run) -> list[list[_Number]]:
         """The numbers in each line of the first copy of a run."""
