@@ -20,7 +20,7 @@ def stock(number: int, layers: int = 6) -> Repeated:
     """A training step of one of the models by one of the strategies."""
     model, strategy = _DEEP[number // len(STRATEGIES)], STRATEGIES[number % len(STRATEGIES)]
     torch.manual_seed(0)
-    module = model.make(layers).train()
+    module = model.make(layers).double().train()
     inputs = {**model.inputs(), **model.training()}
     params = {name: value.detach() for name, value in module.named_parameters()}
     buffers = {name: value.detach().clone() for name, value in module.named_buffers()}
