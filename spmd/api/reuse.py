@@ -4,7 +4,8 @@ with its derivative and what else transforms make of it.
 Layers are modules, and functions under `jit` that a function under `jit` calls. They are equal if a program of one
 serves the other: classes, the attributes that their code reads, training flags and ties, the shapes and dtypes of their
 tensors, arguments that are no tensors, torch's settings, the transforms around, and what the code reads elsewhere. A
-layer that changes what it is, draws by Python, has hooks, or returns what is no tensor of its own is traced each time.
+layer that changes what it is, draws by Python, or has hooks is traced each time, and so is one whose argument has gaps
+in memory, or whose result shares memory other than as a view of an argument or of another result.
 """
 
 from __future__ import annotations
@@ -39,10 +40,11 @@ from spmd.tracing.autograd_functions import needs_grad
 from spmd.tracing.checkpointed import is_checkpointed
 from spmd.tracing.closures import ClosureLifting
 from spmd.tracing.draw_scopes import draw_scope
+from spmd.tracing.memory_order import Order, memory_order
 from spmd.tracing.running import running
 
 if TYPE_CHECKING:
-    from spmd.tracing.loops.constructs import Subprogram
+    from spmd.tracing.loops.layer_calls import LayerProgram
 
 LEAST = 12
 """The least number of operators of a layer: shorter ones are traced as fast as they are called."""
@@ -150,7 +152,8 @@ class _Arguments:
             return None
         structure, own = ModuleStructure.of(callee) if isinstance(callee, nn.Module) else (None, [])
         tensors = [*(leaves[n] for n in places), *own]
-        if (structure is not None and structure.has_hooks) or not all(map(_is_plain, tensors)):
+        orders = list(map(_order, tensors))
+        if (structure is not None and structure.has_hooks) or None in orders:
             return None
         first: dict[int, int] = {}
         metas = [(x.shape, x.dtype, x.device, needs_grad(x), first.setdefault(id(x), n)) for n, x in enumerate(tensors)]
@@ -159,7 +162,7 @@ class _Arguments:
         levels = tuple(each.level() for each in get_interpreter_stack() or ())
         around = torch.is_grad_enabled(), is_checkpointed(), levels, modes
         kind = Same(callee) if structure is None else type(callee)
-        key = kind, tree, constants, tuple(metas), around
+        key = kind, tree, constants, tuple(zip(metas, orders, strict=True)), around
         return cls(key, callee, structure, leaves, tree, places, tensors)
 
     def run(self, call: _Call, tensors: Sequence[torch.Tensor]) -> Any:
@@ -182,9 +185,10 @@ class _Arguments:
         )
 
 
-def _is_plain(x: torch.Tensor) -> bool:
+def _order(x: torch.Tensor) -> Order | None:
+    """The memory order of a tensor; None if a program does not take it."""
     held = unwrapped(x)
-    return held.layout is torch.strided and x.is_contiguous() and not held.is_quantized
+    return memory_order(x) if held.layout is torch.strided and not held.is_quantized else None
 
 
 @attrs.define(eq=False)
@@ -197,16 +201,14 @@ class _Layer:
         reads: the attributes that it has read, by prefixes of its submodules.
         program: what was made of it, None before; False if it is traced each time.
         hidden: what its code reads beside the module.
-        constants: the tensors that the program closes over.
         result: makes the result of its tensors.
     """
 
     structure: ModuleStructure | None
     later: int
     reads: set[tuple[str, str]]
-    program: Subprogram | Literal[False] | None = None
+    program: LayerProgram | Literal[False] | None = None
     hidden: HiddenState | None = None
-    constants: tuple[torch.Tensor, ...] = ()
     result: Callable[[Sequence[torch.Tensor]], Any] = list
 
     def is_like(self, given: _Arguments) -> bool:
@@ -217,7 +219,7 @@ class _Layer:
 
     def make(self, call: _Call, given: _Arguments) -> None:
         """Trace the layer as a program."""
-        from spmd.tracing.loops.calls import subprogram  # with rules, which `import spmd` leaves out
+        from spmd.tracing.loops.layer_calls import LayerProgram  # with rules, which `import spmd` leaves out
 
         self.program, callee = False, given.callee
         module = callee if given.structure else None
@@ -243,11 +245,11 @@ class _Layer:
             return [leaves[n] for n in found]
 
         try:
-            made = subprogram(function, *given.tensors)
+            made = LayerProgram.of(function, *given.tensors)
         except TraceError:  # as of a write to an argument: traced as a part of the function, it is none, or is raised
             return
         if made is not None:
-            (self.program, self.constants), self.hidden = made, hidden
+            self.program, self.hidden = made, hidden
             hidden.prepare()
 
 
@@ -306,11 +308,9 @@ class _Layers:
         layer.later -= 1
         if not layer.program or layer.hidden is None or not layer.hidden.matches():
             return call(*args, **kwargs)
-        from spmd.tracing.loops.calls import call_subprogram
-
         with self.unnoticed():
             self.counts[_name(callee)] += 1
-            results = call_subprogram(layer.program, *given.tensors, *layer.constants)
+            results = layer.program(*given.tensors)
         for prefix, name in layer.reads:
             self.note(callee.get_submodule(prefix), name)
         return layer.result(results)

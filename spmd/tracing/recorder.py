@@ -159,7 +159,9 @@ class Recorder(FakeTensorMode):
 
     def owns(self, memory: Iterable[int]) -> bool:
         """Whether storages, by their addresses, are none of inputs and constants."""
-        return {fake.untyped_storage()._cdata for fake in self._fakes.values()}.isdisjoint(memory)
+        made = producers_of(self.operations)
+        given = (fake for value, fake in self._fakes.items() if value not in made)
+        return {fake.untyped_storage()._cdata for fake in given}.isdisjoint(memory)
 
     def add_noted(self, operation: Operation) -> tuple[Value | None, ...]:
         """As `add`, of an operation that may draw, and belongs to the checkpointed regions of here."""

@@ -373,7 +373,7 @@ UNEQUAL = {
         {"Scaled": 2},
     ),
     "one tensor twice": (Scaled, lambda layer, x, number: layer(x, x if number % 2 else x.sin()), {"Scaled": 2}),
-    "strides": (Scaled, lambda layer, x, number: layer(x, x.mT.contiguous().mT if number else x), {}),
+    "strides": (Scaled, lambda layer, x, number: layer(x, x.mT.contiguous().mT if number else x), {"Scaled": 2}),
 }
 
 
@@ -405,6 +405,81 @@ def test_unequal_layers(name, caplog):
     torch.testing.assert_close(jitted[True].full_tensor(), jitted[False].full_tensor(), rtol=0, atol=0)
     if name not in ("a counter", "a global that changes", "a cached method", "a variable of the context"):
         torch.testing.assert_close(jitted[True].full_tensor(), expected_value)
+
+
+def returning(results):
+    """A class of layers that return what `results` makes of the argument and of what a layer computes of it."""
+
+    class Returning(Scaled):
+        def forward(self, x):
+            return results(x, super().forward(x))
+
+    return Returning
+
+
+def transposed(x, y):
+    turned = y.mT
+    return turned, turned[:, 0], x[:, 1:]
+
+
+def written_first(x, y):
+    part = y[:, 0]
+    part *= 2
+    return y, part
+
+
+def without_gradient(x, y):
+    with torch.no_grad():
+        return y, x.mT, y[0] * 2
+
+
+def with_argument(x, y):
+    return y, x, y
+
+
+def with_outside(x, y):
+    return y, FACTOR
+
+
+VIEWS = {  # the layers, how often their program is called, what the caller writes to, and whether it may be an argument
+    "strides": (lambda x, y: (y.mT.contiguous().mT,), True, 0),
+    "views of arguments and results": (transposed, True, 0),
+    "a result of which another is a view": (transposed, True, 1),
+    "a view of a result": (lambda x, y: (y, y.mT[1]), True, 1),
+    "a view of a view": (lambda x, y: ((z := y.mT), z[0, 1:]), True, 1),
+    "a view that was written to": (written_first, True, 1),
+    "parts of one tensor": (lambda x, y: (y, *torch.cat([y, y], -1).chunk(2, -1)), False, 0),
+    "an argument": (with_argument, True, 2),
+    "a tensor from outside": (with_outside, True, 0),
+    "no gradient": (without_gradient, False, 0),
+    "a detached result": (lambda x, y: (y, y.detach()), False, 0),
+    "a detached view": (lambda x, y: (y, (y * 2).detach().mT), True, 1),
+    "a slice": (lambda x, y: (torch.cat([y, y], -1)[..., :WIDTH],), False, 0),
+    "views of a tensor that is no result": (lambda x, y: (y.mT, y[0]), False, 1),
+    "a view alone": (lambda x, y: (x.mT.mT,), False, None),
+}
+
+
+@pytest.mark.parametrize("function", ["values", "gradient of both", "vmap of gradient"])
+@pytest.mark.parametrize("name", VIEWS)
+def test_results_that_are_views(name, function, caplog):
+    results, is_reused, written = VIEWS[name]
+
+    def call(layer, x, number):
+        found = layer(x.clone(memory_format=torch.contiguous_format))
+        if written is not None:
+            found[written].mul_(1 + number)
+        first, *others = found
+        assert name != "an argument" or found[0] is found[2]
+        first = first if first.shape == x.shape else first.mT
+        return first * 0.5 + sum((other.sin().mean() for other in others), torch.zeros(()))
+
+    model = Stack(layers(cls=returning(results)), call)
+    whole = FUNCTIONS[function](loss(model))
+    with spmd.log_compiles():
+        found = spmd.jit(whole, (P(), P("data")), P(), mesh=MESH)(state(model), X)
+    torch.testing.assert_close(spmd.full_tree(found), whole(state(model), X))
+    assert counts(caplog) == ({"Returning": LAYERS - 1 - (function == "vmap of gradient")} if is_reused else {})
 
 
 def test_buffers_that_are_written(caplog):
