@@ -433,6 +433,11 @@ def without_gradient(x, y):
         return y, x.mT, y[0] * 2
 
 
+def with_gradient(x, y):
+    with torch.enable_grad():
+        return (y * x.sin(),)
+
+
 def with_argument(x, y):
     return y, x, y
 
@@ -452,6 +457,7 @@ VIEWS = {  # the layers, how often their program is called, what the caller writ
     "an argument": (with_argument, True, 2),
     "a tensor from outside": (with_outside, True, 0),
     "no gradient": (without_gradient, False, 0),
+    "data": (lambda x, y: (y, y.data.sin()), False, 0),
     "a detached result": (lambda x, y: (y, y.detach()), False, 0),
     "a detached view": (lambda x, y: (y, (y * 2).detach().mT), True, 1),
     "a slice": (lambda x, y: (torch.cat([y, y], -1)[..., :WIDTH],), False, 0),
@@ -480,6 +486,20 @@ def test_results_that_are_views(name, function, caplog):
         found = spmd.jit(whole, (P(), P("data")), P(), mesh=MESH)(state(model), X)
     torch.testing.assert_close(spmd.full_tree(found), whole(state(model), X))
     assert counts(caplog) == ({"Returning": LAYERS - 1 - (function == "vmap of gradient")} if is_reused else {})
+
+
+def test_grad_mode_that_a_layer_enables(caplog):
+    def function(model, x):
+        with torch.no_grad():
+            x = model(x)
+        return x.detach() * (2.0 if x.requires_grad else 1.0)
+
+    def last(layer, x, number):
+        found = layer(x)[0]
+        return found if number == LAYERS - 1 else found.detach()
+
+    model = Stack(layers(cls=returning(with_gradient)), last)
+    assert compare(function, model, X, log=caplog) == {}
 
 
 def test_buffers_that_are_written(caplog):

@@ -40,7 +40,7 @@ class _Results:
 
     @classmethod
     def of(cls, operands: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> _Results | None:
-        """The results of a function that was traced; None if they share memory otherwise, or have gaps in it."""
+        """The results of a function that was traced; None if they have other memory, or other gradients."""
         trace = cast("ClosureLifting", running_trace())
         given, values = [trace.value(x) for x in operands], [trace.value(trace.take(x)) for x in results]
         producers = producers_of(trace.recorder.operations)
@@ -61,6 +61,9 @@ class _Results:
                 made[base] = values.index(base), order
             steps = [producers[base] for base in reversed(bases[:-1])]
             views.append(Graph((bases[-1],), (), tuple(steps), (value,)))
+        has_views = any(view.operations for view in views)
+        if trace.hides_gradients or (trace.changes_grad_mode and (has_views or not torch.is_grad_enabled())):
+            return None  # where the caller makes them, views have other gradients
         memory = [trace.finish(unwrapped(results[number])).untyped_storage()._cdata for number, _ in made.values()]
         is_own = len(set(memory)) == len(memory) and trace.recorder.owns(memory)
         return cls(views, made, given) if made and is_own else None
@@ -86,14 +89,12 @@ class LayerProgram:
     def of(cls, function: Callable[..., Tensors], *operands: torch.Tensor) -> LayerProgram | None:
         """The program of a function from tensors to a list of tensors, of operands that have memory orders.
 
-        None if the memory of its results is other than `_Results` says, or if it calls autograd.Functions.
+        None if its results are other than `_Results` says, or if it calls autograd.Functions.
         """
         orders = [memory_order(x) or () for x in operands]
         found: list[_Results | None] = []
 
         def dense(*tensors: torch.Tensor) -> Tensors:
-            if not found:  # what is computed under no_grad is marked, and no view
-                cast("ClosureLifting", running_trace()).marks_no_grad |= torch.is_grad_enabled()
             inside = list(map(of_memory_order, tensors, orders))
             results = function(*inside)
             if not found:
