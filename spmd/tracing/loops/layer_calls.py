@@ -19,6 +19,7 @@ from spmd.tracing.closures import ClosureLifting
 from spmd.tracing.loops.calls import Tensors, apply
 from spmd.tracing.loops.closed import close
 from spmd.tracing.loops.constructs import Subprogram
+from spmd.tracing.loops.per_rank import cast_once, cast_to, known_types
 from spmd.tracing.loops.replay import replay
 from spmd.tracing.memory_order import Order, in_memory_order, memory_order, of_memory_order
 from spmd.tracing.running import running_trace
@@ -106,11 +107,20 @@ class LayerProgram:
         (results,) = found
         if results is None or closed.body.functions:
             return None
+        returned = [view.inputs[0] for view in results.views]
+        graph, inputs = closed.body.graph, zip(closed.body.inputs, operands, strict=False)
+        casts = [{} if value in returned else cast_to(value, graph) for value, _ in inputs]
+        if any(casts):  # the caller casts, once for all calls
+            return cls.of(function, *map(cast_once, operands, casts))
         return cls(Subprogram(closed.body), orders, closed.closed_over, results)
 
     def __call__(self, *operands: torch.Tensor) -> Tensors:
         """The results of the function for other operands, of equal shapes, dtypes and memory orders."""
-        made = apply(self.program, *map(in_memory_order, operands, self.orders), *self.closed_over)
+        types = known_types()
+        given = [*map(in_memory_order, operands, self.orders), *self.closed_over]
+        if types is not None:
+            given = [cast_once(x, types.of(value)) for x, value in zip(given, self.program.body.inputs, strict=True)]
+        made = apply(self.program, *given)
         tensors = dict(zip(self.program.body.inputs[len(operands) :], self.closed_over, strict=True))
         tensors |= dict(zip(self.results.operands, operands, strict=True))
         orders = [order for _, order in self.results.made.values()]
