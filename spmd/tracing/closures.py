@@ -88,7 +88,8 @@ class ClosureLifting(TorchFunctionMode):
 
     def functional(self, fake: torch.Tensor) -> torch.Tensor:
         """Wrap a fake tensor for functionalization; `check_writes` raises for writes to it, unless it is made here."""
-        wrapped = retyped(FunctionalTensor.to_functional(fake))
+        with torch._C.DisableTorchFunction():
+            wrapped = retyped(FunctionalTensor.to_functional(fake))
         if not self._constructs:
             self._tracked.append((fake, wrapped))
         return wrapped

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import attrs
@@ -29,8 +29,8 @@ from spmd.ir.regions import (
 from spmd.ir.source import Source
 from spmd.tracing.loops.per_rank import again, declare_constants
 
-Record: TypeAlias = Callable[[Operation], tuple[Value | None, ...]]
-"""Records an operation, and returns new values for its results."""
+Record: TypeAlias = Callable[[Operation, Mapping[Value, Value]], tuple[Value | None, ...]]
+"""Records an operation, with operands replaced, and returns new values for its results."""
 
 _Made = TypeVar("_Made")
 NUMBER = TensorMeta((), torch.int64)
@@ -267,7 +267,7 @@ class Caller:
     source: Source | None
 
     def __call__(self, op: torch._ops.OpOverload, *args: Any, meta: TensorMeta) -> Value:
-        (value,) = self.record(Operation(op, args, {}, (Value(op._opname.strip("_"), meta),), self.source))
+        (value,) = self.record(Operation(op, args, {}, (Value(op._opname.strip("_"), meta),), self.source), {})
         assert value is not None
         return value
 
@@ -275,7 +275,7 @@ class Caller:
         """Record the operations of a program; returns the values of its outputs."""
         known = dict(zip(graph.inputs, inputs, strict=True))
         for operation in graph.operations:
-            pairs = zip(operation.results, self.record(operation.substitute(known)), strict=True)
+            pairs = zip(operation.results, self.record(operation, known), strict=True)
             made = {old: new for old, new in pairs if old is not None and new is not None}
             declare_constants(made)
             known.update(made)
