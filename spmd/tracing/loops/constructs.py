@@ -69,7 +69,20 @@ class Body:
 
 
 @attrs.frozen(eq=False)
-class Loop:
+class _Transformed:
+    """A construct, with what transforms have made of it."""
+
+    _made: dict[Any, Any] = attrs.field(factory=dict, init=False, repr=False)
+
+    def once(self, key: Any, make: Callable[[], _Made]) -> _Made:
+        """What a transform makes of the construct, for all calls: `key` says by what it differs."""
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]  # type: ignore[no-any-return]
+
+
+@attrs.frozen(eq=False)
+class Loop(_Transformed):
     """A loop of known length.
 
     Args:
@@ -160,7 +173,7 @@ class While:
 
 
 @attrs.frozen(eq=False)
-class Branch:
+class Branch(_Transformed):
     """Two programs of which one runs.
 
     Args:
@@ -201,7 +214,7 @@ class Branch:
 
 
 @attrs.frozen(eq=False)
-class Subprogram:
+class Subprogram(_Transformed):
     """A program that is called several times, each time with other operands.
 
     Args:
@@ -209,7 +222,6 @@ class Subprogram:
     """
 
     body: Body
-    _made: dict[Any, Any] = attrs.field(factory=dict, init=False, repr=False)
 
     @property
     def may_run_again(self) -> bool:
@@ -229,12 +241,6 @@ class Subprogram:
     def record(self, record: Record, operands: Sequence[Value], source: Source | None) -> list[Value]:
         """As of `Loop`: its operations."""
         return Caller(record, source).all(self.body.graph, operands)
-
-    def once(self, key: Any, make: Callable[[], _Made]) -> _Made:
-        """What a transform makes of the program, for all calls: `key` says by what it differs."""
-        if key not in self._made:
-            self._made[key] = make()
-        return self._made[key]  # type: ignore[no-any-return]
 
 
 Construct: TypeAlias = Loop | While | Branch | Subprogram
