@@ -30,6 +30,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from spmd.api.compile_log import log_reused
 from spmd.api.hidden_state import HiddenState
 from spmd.api.modules import holding
+from spmd.api.programs.progress import report
 from spmd.collectives.environment import bound_axes
 from spmd.core.modules import ModuleStructure, Same
 from spmd.core.pytree import tree_flatten
@@ -286,6 +287,7 @@ class _Layers:
         self._watching: list[set[tuple[int, str]]] = []
         self._known: set[int] = set()
         self._modules: dict[type, int] = defaultdict(int)
+        self._calls: dict[type, int] = defaultdict(int)
         self.counts: dict[str, int] = defaultdict(int)
 
     def note(self, module: nn.Module, name: str) -> None:
@@ -318,6 +320,7 @@ class _Layers:
                 given = _Arguments.of(callee, args, kwargs, trace)
         if given is None:
             return call(*args, **kwargs)
+        self._report(type(callee))
         with self.unnoticed():
             layer = next((layer for layer in self._layers[given.key] if layer.is_like(given)), None)
         if layer is None:
@@ -333,6 +336,11 @@ class _Layers:
         for prefix, name in layer.reads:
             self.note(callee.get_submodule(prefix), name)
         return layer.result(results)
+
+    def _report(self, kind: type) -> None:
+        self._calls[kind] += 1
+        if self._calls[kind] <= self._modules[kind]:
+            report(f"{self._calls[kind]} of {self._modules[kind]} {kind.__name__}")
 
     def _is_repeated(self, module: Any) -> bool:
         """Whether there are several modules of a class, in those that were called; of functions nothing is known."""
