@@ -22,6 +22,7 @@ from torch._C._functorch import (
     is_functorch_wrapped_tensor,
     peek_interpreter_stack,
 )
+from torch._subclasses.functional_tensor import FunctionalTensor
 
 from spmd.api.parameters import SELF
 from spmd.api.values.dtensor import DTensor
@@ -150,7 +151,8 @@ def _held(structure: ModuleStructure, number: int, tensor: torch.Tensor) -> torc
         return tensor.clone()
     if tensor.requires_grad or not structure.requires_grad[number] or peek_interpreter_stack() is not None:
         return tensor
-    return tensor.detach().requires_grad_()
+    is_traced = isinstance(tensor, FunctionalTensor)  # which nobody else holds
+    return (tensor if is_traced else tensor.detach()).requires_grad_()
 
 
 def _replace_aliases(

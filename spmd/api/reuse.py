@@ -4,7 +4,8 @@ with its derivative and what else transforms make of it.
 Layers are modules, and functions under `jit` that a function under `jit` calls. They are equal if a program of one
 serves the other: classes, the attributes that their code reads, training flags and ties, the shapes and dtypes of their
 tensors, arguments that are no tensors, torch's settings, the transforms around, and what the code reads elsewhere. A
-layer that changes what it is, draws by Python, has hooks, or returns what is no tensor of its own is traced each time.
+layer that changes what it is, draws by Python, or has hooks is traced each time, and so is one whose argument has gaps
+in memory, or whose result shares memory other than as a view of an argument or of another result.
 """
 
 from __future__ import annotations
@@ -24,10 +25,13 @@ from torch import nn
 from torch._C._functorch import TransformType, get_interpreter_stack
 from torch.autograd import forward_ad
 from torch.nn.modules import module as torch_module
+from torch.utils._python_dispatch import _disable_current_modes
 
 from spmd.api.compile_log import log_reused
 from spmd.api.hidden_state import HiddenState
 from spmd.api.modules import holding
+from spmd.api.programs.progress import report
+from spmd.collectives.environment import bound_axes
 from spmd.core.modules import ModuleStructure, Same
 from spmd.core.pytree import tree_flatten
 from spmd.core.static_key import static_key
@@ -39,10 +43,12 @@ from spmd.tracing.autograd_functions import needs_grad
 from spmd.tracing.checkpointed import is_checkpointed
 from spmd.tracing.closures import ClosureLifting
 from spmd.tracing.draw_scopes import draw_scope
-from spmd.tracing.running import running
+from spmd.tracing.memory_order import Order, memory_order
+from spmd.tracing.recorder import Recorder
+from spmd.tracing.running import running, running_trace
 
 if TYPE_CHECKING:
-    from spmd.tracing.loops.constructs import Subprogram
+    from spmd.tracing.loops.layer_calls import LayerProgram
 
 LEAST = 12
 """The least number of operators of a layer: shorter ones are traced as fast as they are called."""
@@ -62,9 +68,7 @@ def reusing_layers(name: str, modules: bool) -> Iterator[None]:
         name: the function.
         modules: whether it has any; else only functions under `jit` that it calls are layers.
     """
-    trace = running()
-    assert isinstance(trace, ClosureLifting)
-    layers = _Layers(trace)
+    layers = _Layers()
     token = _layers.set(layers)
     try:
         with _calls_of_modules(layers) if modules else contextlib.nullcontext():
@@ -83,9 +87,7 @@ def call_function(function: _Call, key: Any, args: tuple[Any, ...]) -> Any:
         args: the arguments.
     """
     layers = _layers.get()
-    if layers is None or running() is not layers.trace:
-        return function(*args)
-    return layers.call(function, key, args, {})
+    return function(*args) if layers is None else layers.call(function, key, args, {})
 
 
 @contextlib.contextmanager
@@ -94,7 +96,7 @@ def _calls_of_modules(layers: _Layers) -> Iterator[None]:
     call, get, get_missing = nn.Module.__call__, nn.Module.__getattribute__, nn.Module.__getattr__
 
     def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if running() is not layers.trace or not get(module, "_modules"):
+        if not get(module, "_modules"):
             return call(module, *args, **kwargs)
         return layers.call(functools.partial(call, module), module, args, kwargs)
 
@@ -150,16 +152,17 @@ class _Arguments:
             return None
         structure, own = ModuleStructure.of(callee) if isinstance(callee, nn.Module) else (None, [])
         tensors = [*(leaves[n] for n in places), *own]
-        if (structure is not None and structure.has_hooks) or not all(map(_is_plain, tensors)):
+        orders = list(map(_order, tensors))
+        if (structure is not None and structure.has_hooks) or None in orders:
             return None
         first: dict[int, int] = {}
         metas = [(x.shape, x.dtype, x.device, needs_grad(x), first.setdefault(id(x), n)) for n, x in enumerate(tensors)]
         constants = tuple((n, static_key(leaf)) for n, leaf in others)
         modes = tuple(key for key in torch_settings() if key is not trace)
         levels = tuple(each.level() for each in get_interpreter_stack() or ())
-        around = torch.is_grad_enabled(), is_checkpointed(), levels, modes
+        around = Same(trace), torch.is_grad_enabled(), is_checkpointed(), levels, modes, _types(tensors)
         kind = Same(callee) if structure is None else type(callee)
-        key = kind, tree, constants, tuple(metas), around
+        key = kind, tree, constants, tuple(zip(metas, orders, strict=True)), around
         return cls(key, callee, structure, leaves, tree, places, tensors)
 
     def run(self, call: _Call, tensors: Sequence[torch.Tensor]) -> Any:
@@ -182,9 +185,26 @@ class _Arguments:
         )
 
 
-def _is_plain(x: torch.Tensor) -> bool:
+def _order(x: torch.Tensor) -> Order | None:
+    """The memory order of a tensor; None if a program does not take it."""
     held = unwrapped(x)
-    return held.layout is torch.strided and x.is_contiguous() and not held.is_quantized
+    return memory_order(x) if held.layout is torch.strided and not held.is_quantized else None
+
+
+@contextlib.contextmanager
+def _outside_of_traces() -> Iterator[None]:
+    """A context in which the values of tensors from outside are read."""
+    with torch._C.DisableTorchFunction(), _disable_current_modes():
+        yield
+
+
+def _types(tensors: Sequence[torch.Tensor]) -> Any:
+    """The axes that are manual, and the types of tensors along them; None if none is manual in the trace."""
+    if running_trace().recorder.observer is None:
+        return None
+    from spmd.tracing.loops.per_rank import types_of  # with rules, which `import spmd` leaves out
+
+    return tuple(bound_axes().items()), tuple(tuple(types_of(x).items()) for x in tensors)
 
 
 @attrs.define(eq=False)
@@ -197,16 +217,14 @@ class _Layer:
         reads: the attributes that it has read, by prefixes of its submodules.
         program: what was made of it, None before; False if it is traced each time.
         hidden: what its code reads beside the module.
-        constants: the tensors that the program closes over.
         result: makes the result of its tensors.
     """
 
     structure: ModuleStructure | None
     later: int
     reads: set[tuple[str, str]]
-    program: Subprogram | Literal[False] | None = None
+    program: LayerProgram | Literal[False] | None = None
     hidden: HiddenState | None = None
-    constants: tuple[torch.Tensor, ...] = ()
     result: Callable[[Sequence[torch.Tensor]], Any] = list
 
     def is_like(self, given: _Arguments) -> bool:
@@ -215,13 +233,20 @@ class _Layer:
             given.structure is not None and given.structure.is_like(self.structure, self.reads)
         )
 
+    def may_be_called(self) -> bool:
+        """Whether there is a program, and what its code reads beside the module is what it was."""
+        with _outside_of_traces():
+            return self.hidden is not None and self.hidden.matches()
+
     def make(self, call: _Call, given: _Arguments) -> None:
         """Trace the layer as a program."""
-        from spmd.tracing.loops.calls import subprogram  # with rules, which `import spmd` leaves out
+        from spmd.tracing.loops.layer_calls import LayerProgram  # with rules, which `import spmd` leaves out
 
         self.program, callee = False, given.callee
         module = callee if given.structure else None
-        hidden = HiddenState(callee, module, [None] * (1 + max(given.places, default=0)))
+        with _outside_of_traces():
+            hidden = HiddenState(callee, module, [None] * (1 + max(given.places, default=0)))
+            hidden.prepare()
         reader = hidden.reader
         if reader.written or reader.iterators or reader.draws or reader.unwatched:
             return
@@ -243,30 +268,26 @@ class _Layer:
             return [leaves[n] for n in found]
 
         try:
-            made = subprogram(function, *given.tensors)
+            made = LayerProgram.of(function, *given.tensors)
         except TraceError:  # as of a write to an argument: traced as a part of the function, it is none, or is raised
             return
         if made is not None:
-            (self.program, self.constants), self.hidden = made, hidden
-            hidden.prepare()
+            self.program, self.hidden = made, hidden
 
 
 class _Layers:
-    """The layers that a trace has called.
-
-    Args:
-        trace: the trace.
+    """The layers that a trace has called, and the traces of bodies of loops in it.
 
     Attributes:
         counts: how often a program was called in place of a layer, by the names of classes and functions.
     """
 
-    def __init__(self, trace: ClosureLifting) -> None:
-        self.trace = trace
+    def __init__(self) -> None:
         self._layers: dict[Any, list[_Layer]] = defaultdict(list)
         self._watching: list[set[tuple[int, str]]] = []
         self._known: set[int] = set()
         self._modules: dict[type, int] = defaultdict(int)
+        self._calls: dict[type, int] = defaultdict(int)
         self.counts: dict[str, int] = defaultdict(int)
 
     def note(self, module: nn.Module, name: str) -> None:
@@ -291,29 +312,35 @@ class _Layers:
             callee: the module, or what the user has put under `jit`.
             args, kwargs: the arguments.
         """
-        given = None
+        trace, given = running(), None
+        if not isinstance(trace, ClosureLifting):
+            return call(*args, **kwargs)
         with self.unnoticed(), torch._C.DisableTorchFunction():
-            if self._is_repeated(callee) and not _is_special(self.trace):
-                given = _Arguments.of(callee, args, kwargs, self.trace)
+            if self._is_repeated(callee) and not _is_special():
+                given = _Arguments.of(callee, args, kwargs, trace)
         if given is None:
             return call(*args, **kwargs)
+        self._report(type(callee))
         with self.unnoticed():
             layer = next((layer for layer in self._layers[given.key] if layer.is_like(given)), None)
         if layer is None:
-            return self._first(call, given, args, kwargs)
+            return self._first(call, given, args, kwargs, trace.recorder)
         if layer.program is None and layer.later == 0:
             layer.make(call, given)
         layer.later -= 1
-        if not layer.program or layer.hidden is None or not layer.hidden.matches():
+        if not layer.program or not layer.may_be_called():
             return call(*args, **kwargs)
-        from spmd.tracing.loops.calls import call_subprogram
-
         with self.unnoticed():
             self.counts[_name(callee)] += 1
-            results = call_subprogram(layer.program, *given.tensors, *layer.constants)
+            results = layer.program(*given.tensors)
         for prefix, name in layer.reads:
             self.note(callee.get_submodule(prefix), name)
         return layer.result(results)
+
+    def _report(self, kind: type) -> None:
+        self._calls[kind] += 1
+        if self._calls[kind] <= self._modules[kind]:
+            report(f"{self._calls[kind]} of {self._modules[kind]} {kind.__name__}")
 
     def _is_repeated(self, module: Any) -> bool:
         """Whether there are several modules of a class, in those that were called; of functions nothing is known."""
@@ -326,8 +353,8 @@ class _Layers:
                     self._modules[type(each)] += 1
         return self._modules[type(module)] >= FEWEST
 
-    def _first(self, call: _Call, given: _Arguments, args: Any, kwargs: Any) -> Any:
-        recorder, scope = self.trace.recorder, draw_scope()
+    def _first(self, call: _Call, given: _Arguments, args: Any, kwargs: Any, recorder: Recorder) -> Any:
+        scope = draw_scope()
         before = len(recorder.operations), recorder.regions.count, scope and scope.position
         self._watching.append(set())
         try:
@@ -335,7 +362,7 @@ class _Layers:
         finally:
             reads = self._watching.pop()
         after = len(recorder.operations), recorder.regions.count, scope and scope.position
-        with self.unnoticed():
+        with self.unnoticed(), torch._C.DisableTorchFunction():
             if after[0] >= before[0] + LEAST and after[1:] == before[1:] and given.is_unchanged(args, kwargs):
                 named = given.callee.named_modules() if given.structure else ()
                 prefixes = {id(owner): prefix for prefix, owner in named}
@@ -348,11 +375,11 @@ def _name(callee: Any) -> str:
     return type(callee).__name__ if isinstance(callee, nn.Module) else getattr(callee, "__name__", "a function")
 
 
-def _is_special(trace: ClosureLifting) -> bool:
-    """Whether forward mode, second derivatives, hooks of all modules, or the types of shards act on what is called.
+def _is_special() -> bool:
+    """Whether forward mode, second derivatives, or hooks of all modules act on what is called.
 
     The second derivative of a program computes again what the first one reads.
     """
     kinds = [each.key() for each in get_interpreter_stack() or ()]
     twice = TransformType.Jvp in kinds or kinds.count(TransformType.Grad) > 1 or forward_ad._current_level >= 0
-    return twice or torch_module._has_any_global_hook() or trace.recorder.observer is not None
+    return twice or torch_module._has_any_global_hook()

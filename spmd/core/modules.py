@@ -203,7 +203,7 @@ def reader(structure: ModuleStructure) -> Callable[[Any], list[Any] | None]:
     sized = [held for o in owners for held in (vars(o), *(vars(o)[name] for name in _STORES))] + inner
     tied = [(held, name, number) for number, places in enumerate(structure.slots) for held, name in places[1:]]
     empty = [(vars(o)[kind], name) for o in owners for kind in _KINDS for name, x in vars(o)[kind].items() if x is None]
-    constants = [value for owner in owners for value in _tensors_outside(owner, structure)]
+    constants = list(_tensors_outside(owners, structure))
     flags, kinds, version = list(structure.requires_grad), list(map(type, owners)), operator.attrgetter("_version")
     take_flag = operator.attrgetter("requires_grad")
 
@@ -311,8 +311,9 @@ def _objects(owner: nn.Module) -> list[Any]:
     return [x for x in held if hasattr(x, "__dict__") and not isinstance(x, atoms) and not callable(x)]
 
 
-def _tensors_outside(owner: nn.Module, structure: ModuleStructure) -> list[torch.Tensor]:
-    """The tensors in attributes of a module that are neither parameters nor buffers."""
+def _tensors_outside(owners: Sequence[nn.Module], structure: ModuleStructure) -> Iterator[torch.Tensor]:
+    """The tensors in attributes of a module and its submodules that are neither parameters nor buffers."""
     known = {id(held[name]) for places in structure.slots for held, name in places}
-    held = (vars(owner)[name] for name in _plain(owner))
-    return [x for x in held if isinstance(x, torch.Tensor) and id(x) not in known and not x.is_inference()]
+    for x in (vars(owner)[name] for owner in owners for name in _plain(owner)):
+        if isinstance(x, torch.Tensor) and id(x) not in known and not x.is_inference():
+            yield x

@@ -58,6 +58,8 @@ class ClosureLifting(TorchFunctionMode):
         in_backward: makes the context in which Python code of backward passes runs.
         marks_no_grad: whether the graph tells what is computed under `torch.no_grad`: it is differentiated again.
         functions: the names of the autograd.Functions of the user's that were called.
+        hides_gradients: whether the function has read `x.data`.
+        changes_grad_mode: whether it has changed the grad mode.
     """
 
     def __init__(self, recorder: Recorder, coordinate: Coordinate | None) -> None:
@@ -75,6 +77,7 @@ class ClosureLifting(TorchFunctionMode):
         self._casts: dict[tuple[int, Casting], torch.Tensor] = {}
         self.marks_no_grad = False
         self.functions: list[str] = []
+        self.hides_gradients = self.changes_grad_mode = False
         self.in_backward: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
 
     def close(self) -> None:
@@ -85,7 +88,8 @@ class ClosureLifting(TorchFunctionMode):
 
     def functional(self, fake: torch.Tensor) -> torch.Tensor:
         """Wrap a fake tensor for functionalization; `check_writes` raises for writes to it, unless it is made here."""
-        wrapped = retyped(FunctionalTensor.to_functional(fake))
+        with torch._C.DisableTorchFunction():
+            wrapped = retyped(FunctionalTensor.to_functional(fake))
         if not self._constructs:
             self._tracked.append((fake, wrapped))
         return wrapped
@@ -112,11 +116,15 @@ class ClosureLifting(TorchFunctionMode):
                 return self.__torch_function__(func, types, args, kwargs)
             finally:
                 self.recorder.in_no_grad = not self.recorder.in_no_grad
-        if self.marks_no_grad and func == _DATA and needs_grad(args[0]):
-            raise TraceError(
-                f"x.data at {where(user_source())}, in the body of a loop or a branch that is differentiated, is no "
-                "tensor of the program. Write x.detach()."
-            )
+        if func is _SET_GRAD_MODE:
+            self.changes_grad_mode = True
+        if func == _DATA:
+            self.hides_gradients = True
+            if self.marks_no_grad and needs_grad(args[0]):
+                raise TraceError(
+                    f"x.data at {where(user_source())}, in the body of a loop or a branch that is differentiated, is "
+                    "no tensor of the program. Write x.detach()."
+                )
         if self.recorder.in_no_grad and _is_write(func) and needs_grad(args[0]):
             self.functions.append(f"a write under torch.no_grad at {where(user_source())}")
         if self._given:
@@ -276,6 +284,7 @@ def _is_write(func: Any) -> bool:
 
 
 _DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+_SET_GRAD_MODE = torch._C._set_grad_enabled
 _RETAINS = {torch.autograd.grad: 3, torch.Tensor.backward: 2, torch.autograd.backward: 2}
 """Backward passes, and the position of their argument `retain_graph`."""
 

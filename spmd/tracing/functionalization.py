@@ -112,7 +112,8 @@ class Functionalization(FunctionalTensorMode):
         if targets:
             with self:
                 return write_copies(targets, func, args, kwargs)
-        result = retyped(super().__torch_dispatch__(func, plain_types(types), args, kwargs))
+        with torch._C.DisableTorchFunction():  # torch asks tensors what they are, many times
+            result = retyped(super().__torch_dispatch__(func, plain_types(types), args, kwargs))
         self._repeated.note(func, args, result)
         for target in outs:
             if _is_resized(func, target):

@@ -149,23 +149,25 @@ class Recorder(FakeTensorMode):
         recorder.observer = self.observer
         return recorder
 
-    def add(self, operation: Operation) -> tuple[Value | None, ...]:
-        """Record an operation that was made elsewhere; returns new values for its results."""
+    def add(self, operation: Operation, replaced: Mapping[Value, Value]) -> tuple[Value | None, ...]:
+        """Record an operation that was made elsewhere, with operands replaced; returns new values for its results."""
         results = tuple(v and Value(self._namer.fresh(v.name), v.meta) for v in operation.results)
-        self.operations.append(attrs.evolve(operation, results=results))
+        self.operations.append(operation.with_operands(lambda value: replaced.get(value, value), results=results))
         if self.observer is not None:
             self.observer.add(self.operations[-1])
         return results
 
     def owns(self, memory: Iterable[int]) -> bool:
         """Whether storages, by their addresses, are none of inputs and constants."""
-        return {fake.untyped_storage()._cdata for fake in self._fakes.values()}.isdisjoint(memory)
+        made = producers_of(self.operations)
+        given = (fake for value, fake in self._fakes.items() if value not in made)
+        return {fake.untyped_storage()._cdata for fake in given}.isdisjoint(memory)
 
-    def add_noted(self, operation: Operation) -> tuple[Value | None, ...]:
+    def add_noted(self, operation: Operation, replaced: Mapping[Value, Value]) -> tuple[Value | None, ...]:
         """As `add`, of an operation that may draw, and belongs to the checkpointed regions of here."""
         if operation.is_random:
             self._drawn(operation.op, operation.source)
-        results = self.add(operation)
+        results = self.add(operation, replaced)
         self.regions.note(self.operations[-1])
         return results
 

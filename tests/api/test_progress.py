@@ -53,6 +53,26 @@ def test_function_and_stage_are_named_and_erased(has_rich: bool, monkeypatch: py
     assert written.count("...") == written.count(ERASE)
 
 
+def test_layers_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = on_terminal(monkeypatch)
+
+    class Layer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = torch.nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            time.sleep(0.05)
+            return self.linear(x)
+
+    model = torch.nn.Sequential(*(Layer() for _ in range(6)))
+    x = torch.ones(2, 4)
+    found = spmd.jit(lambda model, x: model(x), (P(), P("x")), mesh=MESH)(model, x)
+    torch.testing.assert_close(found.full_tensor(), model(x))
+    lines = terminal.getvalue().split(ERASE)
+    assert any("... 6 of 6 Layer" in line for line in lines) and "" == lines[-1]
+
+
 def test_later_stages_are_of_the_same_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = on_terminal(monkeypatch)
     monkeypatch.setattr(progress, "DELAY", 0.8)

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import spmd
 from spmd import P
+from spmd.collectives import psum
 
 
 @pytest.fixture(autouse=True)
@@ -77,8 +78,8 @@ def loss(model):
     return lambda params, x: (torch.func.functional_call(model, params, (x,)) ** 2).mean()
 
 
-def compare(function, *args, specs=None, rng="torch", log=None):
-    """The values of both programs, equal bit by bit, of the same operators, and those of one device."""
+def compare(function, *args, specs=None, rng="torch", log=None, truth=None):
+    """The values of both programs, equal bit by bit, of the same operators, and those of one device, of `truth`."""
     operators, values = [], []
     for reuse in (False, True):
         jitted = spmd.jit(function, specs or (P(), P("data")), P(), mesh=MESH, reuse_layers=reuse, rng=rng)
@@ -92,10 +93,11 @@ def compare(function, *args, specs=None, rng="torch", log=None):
     torch.testing.assert_close(values[1], values[0], rtol=0, atol=0)
     if rng == "torch":
         torch.manual_seed(1)
-        torch.testing.assert_close(values[1], function(*args))
+        torch.testing.assert_close(values[1], (truth or function)(*args))
     return counts(log) if log is not None else None
 
 
+FACTOR = torch.tensor([2.0])
 X = torch.randn(4, 3, WIDTH, generator=torch.Generator().manual_seed(0))
 FUNCTIONS = {
     "values": lambda f: f,
@@ -373,7 +375,7 @@ UNEQUAL = {
         {"Scaled": 2},
     ),
     "one tensor twice": (Scaled, lambda layer, x, number: layer(x, x if number % 2 else x.sin()), {"Scaled": 2}),
-    "strides": (Scaled, lambda layer, x, number: layer(x, x.mT.contiguous().mT if number else x), {}),
+    "strides": (Scaled, lambda layer, x, number: layer(x, x.mT.contiguous().mT if number else x), {"Scaled": 2}),
 }
 
 
@@ -407,6 +409,101 @@ def test_unequal_layers(name, caplog):
         torch.testing.assert_close(jitted[True].full_tensor(), expected_value)
 
 
+def returning(results):
+    """A class of layers that return what `results` makes of the argument and of what a layer computes of it."""
+
+    class Returning(Scaled):
+        def forward(self, x):
+            return results(x, super().forward(x))
+
+    return Returning
+
+
+def transposed(x, y):
+    turned = y.mT
+    return turned, turned[:, 0], x[:, 1:]
+
+
+def written_first(x, y):
+    part = y[:, 0]
+    part *= 2
+    return y, part
+
+
+def without_gradient(x, y):
+    with torch.no_grad():
+        return y, x.mT, y[0] * 2
+
+
+def with_gradient(x, y):
+    with torch.enable_grad():
+        return (y * x.sin(),)
+
+
+def with_argument(x, y):
+    return y, x, y
+
+
+def with_outside(x, y):
+    return y, FACTOR
+
+
+VIEWS = {  # the layers, how often their program is called, what the caller writes to, and whether it may be an argument
+    "strides": (lambda x, y: (y.mT.contiguous().mT,), True, 0),
+    "views of arguments and results": (transposed, True, 0),
+    "a result of which another is a view": (transposed, True, 1),
+    "a view of a result": (lambda x, y: (y, y.mT[1]), True, 1),
+    "a view of a view": (lambda x, y: ((z := y.mT), z[0, 1:]), True, 1),
+    "a view that was written to": (written_first, True, 1),
+    "parts of one tensor": (lambda x, y: (y, *torch.cat([y, y], -1).chunk(2, -1)), False, 0),
+    "an argument": (with_argument, True, 2),
+    "a tensor from outside": (with_outside, True, 0),
+    "no gradient": (without_gradient, False, 0),
+    "data": (lambda x, y: (y, y.data.sin()), False, 0),
+    "a detached result": (lambda x, y: (y, y.detach()), False, 0),
+    "a detached view": (lambda x, y: (y, (y * 2).detach().mT), True, 1),
+    "a slice": (lambda x, y: (torch.cat([y, y], -1)[..., :WIDTH],), False, 0),
+    "views of a tensor that is no result": (lambda x, y: (y.mT, y[0]), False, 1),
+    "a view alone": (lambda x, y: (x.mT.mT,), False, None),
+}
+
+
+@pytest.mark.parametrize("function", ["values", "gradient of both", "vmap of gradient"])
+@pytest.mark.parametrize("name", VIEWS)
+def test_results_that_are_views(name, function, caplog):
+    results, is_reused, written = VIEWS[name]
+
+    def call(layer, x, number):
+        found = layer(x.clone(memory_format=torch.contiguous_format))
+        if written is not None:
+            found[written].mul_(1 + number)
+        first, *others = found
+        assert name != "an argument" or found[0] is found[2]
+        first = first if first.shape == x.shape else first.mT
+        return first * 0.5 + sum((other.sin().mean() for other in others), torch.zeros(()))
+
+    model = Stack(layers(cls=returning(results)), call)
+    whole = FUNCTIONS[function](loss(model))
+    with spmd.log_compiles():
+        found = spmd.jit(whole, (P(), P("data")), P(), mesh=MESH)(state(model), X)
+    torch.testing.assert_close(spmd.full_tree(found), whole(state(model), X))
+    assert counts(caplog) == ({"Returning": LAYERS - 1 - (function == "vmap of gradient")} if is_reused else {})
+
+
+def test_grad_mode_that_a_layer_enables(caplog):
+    def function(model, x):
+        with torch.no_grad():
+            x = model(x)
+        return x.detach() * (2.0 if x.requires_grad else 1.0)
+
+    def last(layer, x, number):
+        found = layer(x)[0]
+        return found if number == LAYERS - 1 else found.detach()
+
+    model = Stack(layers(cls=returning(with_gradient)), last)
+    assert compare(function, model, X, log=caplog) == {}
+
+
 def test_buffers_that_are_written(caplog):
     def function(model, x):
         return model(x), [layer.seen for layer in model.layers]
@@ -419,17 +516,119 @@ def test_buffers_that_are_written(caplog):
     assert counts(caplog) == {}
 
 
-def test_layers_in_loops_and_shard_map_bodies_are_traced_each_time(caplog):
-    made = nn.ModuleList(layers())
+BODIES = {  # what is called with the model, and under which transforms
+    "scan": (lambda call, x: spmd.scan(lambda x, _: (call(x), x.sum()), x, None, length=2)[0], FUNCTIONS),
+    "fori_loop": (lambda call, x: spmd.fori_loop(0, 2, lambda i, x: call(x) / (1 + i), x), ("gradient of both",)),
+    "while_loop": (
+        lambda call, x: spmd.while_loop(lambda c: c[1] < 2, lambda c: (call(c[0]), c[1] + 1), (x, torch.tensor(0)))[0],
+        ("values", "vmap"),
+    ),
+    "cond": (lambda call, x: spmd.cond(x.sum() < 100, call, torch.sin, x), ("gradient of both", "vmap")),
+    "checkpoint": (
+        lambda call, x: spmd.fori_loop(0, 2, lambda i, x: checkpoint(call, x, use_reentrant=False), x),
+        ("gradient of both", "vmap of gradient"),
+    ),
+    "checkpointed scan": (
+        lambda call, x: checkpoint(lambda x: spmd.fori_loop(0, 2, lambda i, x: call(x), x), x, use_reentrant=False),
+        ("gradient of both",),
+    ),
+    "nested": (
+        lambda call, x: spmd.fori_loop(0, 2, lambda i, x: spmd.fori_loop(0, 2, lambda j, y: call(y) / 2, x), x),
+        ("gradient of both",),
+    ),
+}
+
+
+@pytest.mark.parametrize(("body", "name"), [(body, name) for body, (_, names) in BODIES.items() for name in names])
+def test_layers_in_loops(body, name, caplog):
+    model, call = Stack(layers()), BODIES[body][0]
 
     def function(params, x):
-        def trip(x, _):
-            return torch.func.functional_call(Stack(made), params, (x,)), x.sum()
+        return (call(lambda x: torch.func.functional_call(model, params, (x,)), x) ** 2).mean()
 
-        carry, _ = spmd.scan(trip, x, None, length=2)
-        return carry.mean()
+    whole = FUNCTIONS[name](function)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(globals(), "checkpoint", lambda call, x, use_reentrant: call(x))  # which torch.func refuses
+        truth = whole(state(model), X)
+    assert set(compare(whole, state(model), X, log=caplog, truth=lambda *args: truth)) == {"Scaled"}
 
-    assert compare(function, state(Stack(made)), X, log=caplog) == {}
+
+class Summing(Scaled):
+    """A layer with a collective, or without it on one device, and a tensor from outside."""
+
+    def forward(self, x):
+        total = x.sum((0, 1)) * FACTOR * 0.01
+        return super().forward(x) + psum(total, "data").sin() if self.shared else super().forward(x) + total.sin()
+
+
+def total(model):
+    return lambda params, x: (torch.func.functional_call(model, params, (x,)) ** 2).sum()
+
+
+def outside(transform):
+    """A function of which each rank computes its part of the batch, and a transform of it."""
+
+    def function(model):
+        each = lambda params, x: psum(total(model)(params, x), "data")  # noqa: E731
+        return transform(spmd.shard_map(each, in_specs=(P(), P("data")), out_specs=P()))
+
+    return function
+
+
+def inside(model):
+    """The gradient, which each rank takes of its part of the batch: the sum is that of all."""
+    return spmd.shard_map(torch.func.grad(total(model)), in_specs=(P(), P("data")), out_specs=P())
+
+
+def looped(model):
+    """The gradient of a loop in which each rank calls the layers."""
+
+    def each(params, x):
+        call = lambda i, x: torch.func.functional_call(model, params, (x,))  # noqa: E731
+        return psum((spmd.fori_loop(0, 2, call, x) ** 2).sum(), "data")
+
+    return torch.func.grad(spmd.shard_map(each, in_specs=(P(), P("data")), out_specs=P()))
+
+
+def unrolled(model):
+    twice = Stack([model, model])
+    return torch.func.grad(lambda params, x: total(twice)({f"layers.0.{n}": p for n, p in params.items()}, x))
+
+
+PER_RANK = {  # the function, what it is on one device, and the layers
+    "values": (outside(lambda f: f), total, Scaled),
+    "gradient": (outside(torch.func.grad), lambda model: torch.func.grad(total(model)), Scaled),
+    "gradient with collectives": (outside(torch.func.grad), lambda model: torch.func.grad(total(model)), Summing),
+    "gradient inside": (inside, lambda model: torch.func.grad(total(model)), Scaled),
+    "loop": (looped, unrolled, Scaled),
+    "loop with collectives": (looped, unrolled, Summing),
+}
+
+
+UNEVEN = [pytest.param(name, 3, marks=pytest.mark.slow if "loop" in name else ()) for name in PER_RANK]
+
+
+@pytest.mark.parametrize(("name", "size"), [*((name, 2) for name in PER_RANK), *UNEVEN])
+def test_layers_in_shard_map(name, size, caplog):
+    function, plain, cls = PER_RANK[name]
+    mesh = spmd.make_mesh({"data": size}, runtime="virtual")
+    expected = plain(Stack(layers(cls=cls)))(state(Stack(layers())), X)
+    found = per_rank_both(function(Stack(layers(cls=cls, shared=True))), (state(Stack(layers())), X), mesh)
+    torch.testing.assert_close(found, expected)
+    assert set(counts(caplog)) == {cls.__name__}
+
+
+def per_rank_both(function, args, mesh):
+    """The value of both programs, equal bit by bit, of equally many collectives."""
+    values, collectives = [], []
+    for reuse in (False, True):
+        jitted = spmd.jit(function, (P(), P("data")), P(), mesh=mesh, reuse_layers=reuse)
+        with spmd.log_compiles():
+            values.append(spmd.full_tree(jitted(*args)))
+        collectives.append(Counter((each.kind, each.axes) for each in jitted.lower(*args).collectives))
+    torch.testing.assert_close(values[1], values[0], rtol=0, atol=0)
+    assert collectives[0] == collectives[1]
+    return values[1]
 
 
 def test_uneven_meshes(caplog):
@@ -468,9 +667,6 @@ def blocks(function):
 def weights():
     torch.manual_seed(0)
     return [{"up": torch.randn(WIDTH, 16), "down": torch.randn(16, WIDTH)} for _ in range(5)]
-
-
-FACTOR = torch.tensor([2.0])
 
 
 def by_counter(params, x):
@@ -513,6 +709,19 @@ JITTED = {  # of five calls, the first has another argument: without a gradient
 @pytest.mark.parametrize("name", JITTED)
 def test_functions_under_jit_that_are_called_again(name, caplog):
     compare_functions(*JITTED[name], caplog)
+
+
+def test_the_gradient_of_parameters_that_layers_share_is_summed_over_ranks_once(caplog):
+    def whole(params, x, function=block):
+        for _ in range(5):
+            x = function(params, x)[0]
+        return x.square().sum()
+
+    each = lambda params, x: psum(whole(params, x, spmd.jit(block)), "data")  # noqa: E731
+    function = torch.func.grad(spmd.shard_map(each, in_specs=(P(), P("data")), out_specs=P()))
+    found = per_rank_both(function, (weights()[0], X), MESH)
+    torch.testing.assert_close(found, torch.func.grad(whole)(weights()[0], X))
+    assert counts(caplog) == {"block": 2}
 
 
 def test_a_function_under_jit_that_closes_over_what_changes(caplog):

@@ -12,7 +12,7 @@ from torch._C._functorch import TransformType, peek_interpreter_stack
 from spmd.core.value_types import is_continuous
 from spmd.errors import TraceError
 from spmd.ir.effects import Effect
-from spmd.tracing.active_transforms import active_transforms, unwrapped
+from spmd.tracing.active_transforms import active_transforms
 from spmd.tracing.autograd_functions import needs_grad
 from spmd.tracing.checkpointed import is_checkpointed
 from spmd.tracing.closures import ClosureLifting
@@ -171,42 +171,6 @@ def _raising(function: Callable[..., Tensors], wanted: Sequence[Types]) -> Calla
         return [raised(x, types) for x, types in zip(results, wanted, strict=False)] + results[len(wanted) :]
 
     return call
-
-
-def subprogram(
-    function: Callable[..., Tensors], *operands: torch.Tensor
-) -> tuple[Subprogram, tuple[torch.Tensor, ...]] | None:
-    """A function of tensors as a program that other operands may be given, and the tensors that it closes over.
-
-    None if a result is not contiguous, or has the memory of an operand or of another result: then what the caller does
-    with it depends on more than its value.
-    """
-    are_plain: list[bool] = []
-
-    def checked(*tensors: torch.Tensor) -> Tensors:
-        results = function(*tensors)
-        if not are_plain:
-            are_plain.append(_are_plain(results, tensors))
-        return results
-
-    closed = close(checked, *operands)
-    return (Subprogram(closed.body), closed.closed_over) if are_plain[0] and not closed.body.functions else None
-
-
-def _are_plain(results: Tensors, operands: Sequence[torch.Tensor]) -> bool:
-    """Whether results are contiguous, and each is an operand or has memory of its own."""
-    trace = running_trace()
-    assert isinstance(trace, ClosureLifting)
-    made = [x for x in results if not any(x is operand for operand in operands)]
-    memory = [trace.finish(unwrapped(x)).untyped_storage()._cdata for x in made]
-    return all(x.is_contiguous() for x in made) and len(set(memory)) == len(memory) and trace.recorder.owns(memory)
-
-
-def call_subprogram(called: Subprogram, *operands: torch.Tensor) -> Tensors:
-    """Call a program with operands, those that it closes over last; what it returns as it gets it, is the operand."""
-    given = dict(zip(called.body.inputs, operands, strict=True))
-    results = zip(apply(called, *operands), called.body.outputs, strict=True)
-    return [given.get(value, x) for x, value in results]
 
 
 def apply(construct: Construct, *operands: torch.Tensor) -> Tensors:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import attrs
@@ -29,8 +29,8 @@ from spmd.ir.regions import (
 from spmd.ir.source import Source
 from spmd.tracing.loops.per_rank import again, declare_constants
 
-Record: TypeAlias = Callable[[Operation], tuple[Value | None, ...]]
-"""Records an operation, and returns new values for its results."""
+Record: TypeAlias = Callable[[Operation, Mapping[Value, Value]], tuple[Value | None, ...]]
+"""Records an operation, with operands replaced, and returns new values for its results."""
 
 _Made = TypeVar("_Made")
 NUMBER = TensorMeta((), torch.int64)
@@ -69,7 +69,20 @@ class Body:
 
 
 @attrs.frozen(eq=False)
-class Loop:
+class _Transformed:
+    """A construct, with what transforms have made of it."""
+
+    _made: dict[Any, Any] = attrs.field(factory=dict, init=False, repr=False)
+
+    def once(self, key: Any, make: Callable[[], _Made]) -> _Made:
+        """What a transform makes of the construct, for all calls: `key` says by what it differs."""
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]  # type: ignore[no-any-return]
+
+
+@attrs.frozen(eq=False)
+class Loop(_Transformed):
     """A loop of known length.
 
     Args:
@@ -160,7 +173,7 @@ class While:
 
 
 @attrs.frozen(eq=False)
-class Branch:
+class Branch(_Transformed):
     """Two programs of which one runs.
 
     Args:
@@ -201,7 +214,7 @@ class Branch:
 
 
 @attrs.frozen(eq=False)
-class Subprogram:
+class Subprogram(_Transformed):
     """A program that is called several times, each time with other operands.
 
     Args:
@@ -209,7 +222,6 @@ class Subprogram:
     """
 
     body: Body
-    _made: dict[Any, Any] = attrs.field(factory=dict, init=False, repr=False)
 
     @property
     def may_run_again(self) -> bool:
@@ -229,12 +241,6 @@ class Subprogram:
     def record(self, record: Record, operands: Sequence[Value], source: Source | None) -> list[Value]:
         """As of `Loop`: its operations."""
         return Caller(record, source).all(self.body.graph, operands)
-
-    def once(self, key: Any, make: Callable[[], _Made]) -> _Made:
-        """What a transform makes of the program, for all calls: `key` says by what it differs."""
-        if key not in self._made:
-            self._made[key] = make()
-        return self._made[key]  # type: ignore[no-any-return]
 
 
 Construct: TypeAlias = Loop | While | Branch | Subprogram
@@ -267,7 +273,7 @@ class Caller:
     source: Source | None
 
     def __call__(self, op: torch._ops.OpOverload, *args: Any, meta: TensorMeta) -> Value:
-        (value,) = self.record(Operation(op, args, {}, (Value(op._opname.strip("_"), meta),), self.source))
+        (value,) = self.record(Operation(op, args, {}, (Value(op._opname.strip("_"), meta),), self.source), {})
         assert value is not None
         return value
 
@@ -275,7 +281,7 @@ class Caller:
         """Record the operations of a program; returns the values of its outputs."""
         known = dict(zip(graph.inputs, inputs, strict=True))
         for operation in graph.operations:
-            pairs = zip(operation.results, self.record(operation.substitute(known)), strict=True)
+            pairs = zip(operation.results, self.record(operation, known), strict=True)
             made = {old: new for old, new in pairs if old is not None and new is not None}
             declare_constants(made)
             known.update(made)

@@ -9,7 +9,7 @@ Source: Radul et al., "You Only Linearize Once: Tangents Transpose to Gradients"
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -22,7 +22,7 @@ from spmd.errors import TraceError
 from spmd.ir.graph import Graph, Operation, Value
 from spmd.ir.regions import NEXT
 from spmd.tracing.loops.closed import without_constants
-from spmd.tracing.loops.constructs import Body, Branch, Construct, Loop, Subprogram
+from spmd.tracing.loops.constructs import Body, Branch, Construct, Loop, Subprogram, While
 from spmd.tracing.loops.per_rank import again
 from spmd.tracing.loops.replay import Apply, retrace, run, transformed
 from spmd.tracing.manual.partition import Joint
@@ -65,7 +65,7 @@ class Differentiated:
     dependent: tuple[int, ...]
     apply: Apply
 
-    @cached_property
+    @property
     def again(self) -> Differentiated:
         """The construct `forward` for reverse mode: a second derivative is also that of what the first one reads."""
         needed = [number in self.inputs for number in range(len(self.forward.inputs))]
@@ -89,17 +89,19 @@ def differentiated(construct: Construct, apply: Apply, needed: Sequence[bool]) -
     Raises:
         TraceError: it is a loop whose length is data.
     """
+    if isinstance(construct, While):
+        raise TraceError(
+            f"while_loop at {where(user_source())} is differentiated in reverse mode, which has to keep values of "
+            "every trip, and their number is data. Use spmd.fori_loop with integers, spmd.scan, or forward mode: "
+            "torch.func.jvp; or torch.no_grad() around the call, where no gradient is needed."
+        )
+    return construct.once(tuple(needed), lambda: _split(construct, apply, needed))
+
+
+def _split(construct: Loop | Branch | Subprogram, apply: Apply, needed: Sequence[bool]) -> Differentiated:
     if isinstance(construct, Loop):
         return _loop(construct, apply, needed)
-    if isinstance(construct, Branch):
-        return _branch(construct, apply, needed)
-    if isinstance(construct, Subprogram):
-        return construct.once(tuple(needed), lambda: _subprogram(construct, apply, needed))
-    raise TraceError(
-        f"while_loop at {where(user_source())} is differentiated in reverse mode, which has to keep values of every "
-        "trip, and their number is data. Use spmd.fori_loop with integers, spmd.scan, or forward mode: torch.func.jvp; "
-        "or torch.no_grad() around the call, where no gradient is needed."
-    )
+    return _branch(construct, apply, needed) if isinstance(construct, Branch) else _subprogram(construct, apply, needed)
 
 
 @attrs.frozen(eq=False, slots=False)
@@ -136,6 +138,25 @@ class _Derivative:
     def reads(self) -> tuple[Value, ...]:
         """What the derivative may read of the body."""
         return self.joint.reads
+
+    def places(
+        self, operands: Iterable[tuple[int, Value]], results: int, first: int = 0
+    ) -> tuple[dict[Value, tuple[From, int]], list[Value]]:
+        """Where a construct has what the derivative reads.
+
+        Args:
+            operands: primals, each with its number among the operands of the construct.
+            results: how many results the construct has before the saved values.
+            first: the number of the first output of the body that is a result of the construct.
+
+        Returns:
+            The places, and the saved values: what is no operand and no result.
+        """
+        found = {value: (From.OPERAND, number) for number, value in operands}
+        for number, value in enumerate(self.results[first:], first):
+            found.setdefault(value, (From.RESULT, number))
+        saved = [value for value in self.reads if value not in found]
+        return found | {value: (From.RESULT, results + number) for number, value in enumerate(saved)}, saved
 
     @cached_property
     def moved(self) -> frozenset[int]:
@@ -217,11 +238,8 @@ def _loop(loop: Loop, apply: Apply, needed: Sequence[bool]) -> Differentiated:
         needed = [*left, *needed[loop.carries :]]
     joint, primals, sliced = found.joint, found.primals, loop.carries + loop.items
     # Of a trip, the derivative reads items and fixed values as the loop did, and results as it stacked them.
-    known = {value: (From.OPERAND, number) for number, value in enumerate(primals) if number >= loop.carries}
-    for number, value in enumerate(found.results[loop.carries :], loop.carries):
-        known.setdefault(value, (From.RESULT, number))
-    saved = [value for value in found.reads if value not in known]
-    known |= {value: (From.RESULT, joint.results + number) for number, value in enumerate(saved)}
+    given = enumerate(primals[loop.carries :], loop.carries)
+    known, saved = found.places(given, joint.results, loop.carries)
     pulled, reads = found.backward
     fixed = [value for value in reads if known[value][0] is From.OPERAND and known[value][1] >= sliced]
     stacked = [value for value in reads if value not in fixed]
@@ -297,11 +315,7 @@ def _subprogram(called: Subprogram, apply: Apply, needed: Sequence[bool]) -> Dif
     read = _read(called.body)
     inputs = tuple(number for number in _numbers(needed) if number in read)
     found = _derivative(called.body, inputs, apply)
-    places = {value: (From.OPERAND, number) for number, value in enumerate(found.primals)}
-    for number, value in enumerate(found.results):
-        places.setdefault(value, (From.RESULT, number))
-    saved = [value for value in found.reads if value not in places]
-    places |= {value: (From.RESULT, found.joint.results + number) for number, value in enumerate(saved)}
+    places, saved = found.places(enumerate(found.primals), found.joint.results)
     pulled, reads = found.backward
     dependent = tuple(sorted(found.dependent))
     backward = attrs.evolve(pulled, inputs=(*reads, *(found.cotangents[number] for number in dependent))).verify()
@@ -335,11 +349,8 @@ class _Side:
     def of(cls, found: _Derivative, count: int, constants: int, results: int) -> _Side:
         """A side of `count` inputs, before whose constants and saved values the branch has so many others."""
         numbers = [*range(count), *(count + constants + n for n in range(len(found.constants)))]
-        places = {value: (From.OPERAND, 1 + n) for value, n in zip(found.primals, numbers, strict=True)}
-        for number, value in enumerate(found.results):
-            places.setdefault(value, (From.RESULT, number))
-        saved = [value for value in found.reads if value not in places]
-        return cls(found, places | {value: (From.RESULT, results + n) for n, value in enumerate(saved)}, saved)
+        operands = ((1 + number, value) for number, value in zip(numbers, found.primals, strict=True))
+        return cls(found, *found.places(operands, results))
 
     @property
     def reads(self) -> dict[Value, tuple[From, int]]:

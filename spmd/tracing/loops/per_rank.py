@@ -147,6 +147,21 @@ def as_expected(x: torch.Tensor, value: Value | None) -> torch.Tensor:
     return x
 
 
+def cast_once(x: torch.Tensor, wanted: Types) -> torch.Tensor:
+    """A tensor cast to types as functions of the region cast their arguments: its gradient is summed once for all."""
+    casts = _casts()
+    return casts[-1].expected(x, wanted) if casts and wanted else x
+
+
+def cast_to(value: Value, graph: Graph) -> Types:
+    """The types to which a program casts an input, if it does nothing else with it."""
+    consumers = graph.consumers.get(value, ())
+    if len(consumers) != 1 or consumers[0].op is not torch.ops.spmd.pcast.default or value in graph.outputs:
+        return {}
+    _, held, to, axes = consumers[0].args
+    return dict.fromkeys(axes, AxisType(to)) if (AxisType(held), AxisType(to)) in _HIGHER else {}
+
+
 def again(value: Value, meta: TensorMeta | None = None, *, cotangent: bool = False) -> Value:
     """A new value of the types of another one, or of its cotangent; with another meta, if one is given."""
     made, types = Value(value.name, meta or value.meta), known_types()

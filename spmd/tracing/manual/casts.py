@@ -7,7 +7,7 @@ any operator, so its transpose sums the gradient over the ranks, as in JAX.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -120,7 +120,11 @@ class Casts(TorchFunctionMode):
                 found[axis] = _V if _V in kinds else _R
         return found
 
-    def _cast(self, leaf: torch.Tensor, wanted: dict[str, AxisType]) -> torch.Tensor:
+    def expected(self, leaf: torch.Tensor, wanted: Mapping[str, AxisType]) -> torch.Tensor:
+        """A tensor entered and cast to types along axes, where it can be: once for all that expect it so."""
+        return self._cast(self._entered(leaf), wanted)
+
+    def _cast(self, leaf: torch.Tensor, wanted: Mapping[str, AxisType]) -> torch.Tensor:
         held = self._types.of(running_trace().value(leaf))
         casts = tuple((axis, to) for axis, to in wanted.items() if held.get(axis, _I) not in (to, _U))
         if not casts:
