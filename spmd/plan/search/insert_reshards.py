@@ -11,7 +11,7 @@ from spmd.core.placement import Partial, Placement, Replicate, Shard
 from spmd.ir.graph import Operation, Value
 from spmd.ir.markers import REDISTRIBUTE
 from spmd.ir.regions import BEGINS, END, LEAVES, Regions
-from spmd.plan.data.draft import Draft
+from spmd.plan.data.draft import Draft, Equals
 from spmd.plan.search.problem import AxisChoice
 from spmd.rules.strategy import Strategy
 
@@ -78,7 +78,8 @@ class _ReshardInserter:
         self.fused = set(draft.fused)
         self.latency_shares = dict(draft.latency_shares)
         self.strategies: dict[Operation, Mapping[str, Strategy]] = {}
-        self.made, self.moved_often = dict(draft.counts.made), dict(draft.counts.moved)
+        self.times, self.first = dict(draft.equals.times), dict(draft.equals.first)
+        self.same: dict[tuple[Value, Placement, Placement], Value] = {}
 
     def run(self) -> Draft:
         for value in (*self.draft.graph.inputs, *(value for value, _ in self.draft.graph.constants)):
@@ -97,7 +98,7 @@ class _ReshardInserter:
             states=self.states,
             strategies=self.strategies,
             planned=(*self.draft.planned, self.axis),
-            counts=attrs.evolve(self.draft.counts, made=self.made, moved=self.moved_often),
+            equals=Equals(self.times, self.first),
             gap=max(self.draft.gap, self.choice.gap),
         )
 
@@ -165,8 +166,10 @@ class _ReshardInserter:
             self.fused.add(moved)
         if value in self.latency_shares:
             self.latency_shares[moved] = self.latency_shares[value]
-        if value in self.moved_often:
-            self.made[moved] = self.moved_often[moved] = self.moved_often[value]
+        if value in self.times:
+            self.times[moved] = self.times[value]
+        if value in self.first:
+            self.first[moved] = self.same.setdefault((self.first[value], source, target), moved)
         self.states[moved] = {axis: s for axis, s in self.states[value].items() if axis != self.axis}
         self._set_state(moved, target)
         held[target] = moved
