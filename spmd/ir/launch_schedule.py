@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Hashable, Mapping, Sequence
+from heapq import heappop, heappush
 from typing import Generic, TypeVar
 
 import attrs
@@ -46,10 +47,11 @@ class PlacedLaunch:
     place: float
     needed: float
     bytes: float
+    latest: float = attrs.field(init=False)
+    """The last position at which it may start."""
 
-    @property
-    def latest(self) -> float:
-        """The last position at which it may start."""
+    @latest.default
+    def _latest(self) -> float:
         return min(self.place, self.needed)
 
 
@@ -104,7 +106,7 @@ def starts(launches: Sequence[PlacedLaunch], window_bytes: float) -> list[int]:
         position = max(position, launch.ready)
         while not window.takes(launch, position):
             position = min(launch.latest, window.next_room)
-        window.ahead.append(launch)
+        window.add(launch)
         found.append(position)
     for number, launch in reversed(list(enumerate(launches))):  # a launch that must start takes those before it along
         found[number] = min(launch.needed, *found[number : number + 2])
@@ -114,24 +116,27 @@ def starts(launches: Sequence[PlacedLaunch], window_bytes: float) -> list[int]:
 def launch_order(launches: Sequence[PlacedLaunch], window_bytes: float) -> list[PlacedLaunch]:
     """The order in which launches start: of those that may start, first the one whose result is needed first."""
     window, position = _Window(window_bytes), 0.0
-    coming = deque(sorted(launches, key=lambda launch: launch.ready))
-    waiting: list[PlacedLaunch] = []
+    coming = deque(enumerate(sorted(launches, key=lambda launch: launch.ready)))
+    needed: list[tuple[float, int, PlacedLaunch]] = []  # heaps of those that wait; one that starts stays in the other
+    latest: list[tuple[float, int, PlacedLaunch]] = []
+    started = bytearray(len(launches))
     ordered: list[PlacedLaunch] = []
-    while coming or waiting:
-        while coming and coming[0].ready <= position:
-            waiting.append(coming.popleft())
-        late = [launch for launch in waiting if launch.latest <= position]
-        chosen = min(late or waiting, key=lambda launch: launch.latest if late else launch.needed, default=None)
-        if chosen is not None and window.takes(chosen, position):
-            waiting.remove(chosen)
-            window.ahead.append(chosen)
-            ordered.append(chosen)
+    while len(ordered) < len(launches):
+        while coming and coming[0][1].ready <= position:
+            number, launch = coming.popleft()
+            heappush(needed, (launch.needed, number, launch))
+            heappush(latest, (launch.latest, number, launch))
+        for heap in (needed, latest):
+            while heap and started[heap[0][1]]:
+                heappop(heap)
+        first = latest[:1] if latest and latest[0][0] <= position else needed[:1]
+        if first and window.takes(first[0][2], position):
+            started[first[0][1]] = True
+            window.add(first[0][2])
+            ordered.append(first[0][2])
         else:
-            events = [
-                window.next_room,
-                *(launch.latest for launch in waiting),
-                *(one.ready for one in list(coming)[:1]),
-            ]
+            room = latest[0][0] if latest else math.inf
+            events = window.next_room, room, coming[0][1].ready if coming else math.inf
             position = min(event for event in events if event > position)
     return ordered
 
@@ -142,15 +147,22 @@ class _Window:
     def __init__(self, limit: float) -> None:
         self.limit = limit
         self.ahead: list[PlacedLaunch] = []
+        self.used = 0.0
+        self.next_room = math.inf
+        """The first position at which a launch leaves."""
 
     def takes(self, launch: PlacedLaunch, position: float) -> bool:
         """Whether a launch may start at a position; positions do not go back."""
-        self.ahead = [other for other in self.ahead if other.latest > position]
-        used = sum(other.bytes for other in self.ahead)
-        fits = self.limit > 0 and (not self.ahead or used + launch.bytes <= self.limit)
+        if self.next_room <= position:
+            ahead = [other for other in self.ahead if other.latest > position]
+            self.ahead, self.used, self.next_room = [], 0.0, math.inf
+            for other in ahead:
+                self.add(other)
+        fits = self.limit > 0 and (not self.ahead or self.used + launch.bytes <= self.limit)
         return fits or position >= launch.latest
 
-    @property
-    def next_room(self) -> float:
-        """The first position at which a launch leaves."""
-        return min((launch.latest for launch in self.ahead), default=math.inf)
+    def add(self, launch: PlacedLaunch) -> None:
+        """Start a launch."""
+        self.ahead.append(launch)
+        self.used += launch.bytes
+        self.next_room = min(self.next_room, launch.latest)

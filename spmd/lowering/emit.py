@@ -67,7 +67,7 @@ class _Emitter:
         for operation in graph.operations:
             self.operations.append(self.renamed(operation, first, here))
         made = graph.producers.keys()
-        self.specs.update((here[value], graph.specs[value]) for value in made & graph.specs.keys())
+        self.specs.update((here[value], spec) for value, spec in graph.specs.items() if value in made)
         for result, local in zip(unit.results, fragment.results, strict=True):
             if result is not None and local is not None:  # torch's meta kernels return gradients not asked for
                 self.values[result] = here[local]

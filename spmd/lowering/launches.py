@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import attrs
 
 from spmd.ir.comm import Comm
 from spmd.ir.graph import Graph, Operation, Value, producers_of
-from spmd.ir.launch_schedule import PlacedCall, PlacedLaunch, placed, starts
+from spmd.ir.launch_schedule import PlacedCall, placed, starts
 from spmd.ir.regions import stretches
 
 
@@ -101,7 +101,8 @@ class _Splitter:
         self.launch_of = {value: n for n, launch in enumerate(self.launches) for value in launch.results}
         self.starts: dict[int, int] = {}
         """The number of the last launch that starts at each position."""
-        for number, position in enumerate(starts(_placed(stretch, self.launches), window_bytes)):
+        groups = [launch.collectives for launch in self.launches]
+        for number, position in enumerate(PlacedCalls.of(stretch).starts(groups, window_bytes)):
             self.starts[position] = number
         self.pending: dict[int, Value] = {}
         """What the launches that are under way are waited for by."""
@@ -186,21 +187,41 @@ def _launches(stretch: Sequence[Operation]) -> list[Launch]:
     return [Launch(tuple(found[number])) for number in sorted(found)]
 
 
-def _placed(stretch: Sequence[Operation], launches: Sequence[Launch]) -> list[PlacedLaunch]:
-    """Where launches are in a stretch."""
-    root: dict[Value, Value] = {}
-    made: dict[Value, float] = {}
-    needed: dict[Value, float] = {}
-    calls: dict[Operation, PlacedCall[Value]] = {}
-    for position, operation in enumerate(stretch):
-        reads = [root.get(value, value) for value in operation.operands]
-        if operation.is_view:
-            root.update(dict.fromkeys(operation.tensors, reads[0]))
-        elif (comm := operation.annotations.comm) is not None:
-            calls[operation] = PlacedCall(position, reads, operation.tensors, comm.bytes_of_a_run)
-        else:
-            made.update(dict.fromkeys(operation.tensors, position))
-            for value in reads:
-                needed.setdefault(value, position)
-    groups = [[calls[operation] for operation in launch.collectives] for launch in launches]
-    return placed(groups, made, needed, len(stretch))
+@attrs.frozen(eq=False)
+class PlacedCalls:
+    """The collectives of a stretch, and the positions that decide where launches of them start.
+
+    Args:
+        calls: by collective, in the order of the stretch.
+        made, needed: as of `placed`.
+        end: the end of the stretch.
+    """
+
+    calls: Mapping[Operation, PlacedCall[Value]]
+    made: Mapping[Value, float]
+    needed: Mapping[Value, float]
+    end: int
+
+    @classmethod
+    def of(cls, stretch: Sequence[Operation]) -> PlacedCalls:
+        """Those of a stretch, whose collectives need records of their bytes only."""
+        root: dict[Value, Value] = {}
+        made: dict[Value, float] = {}
+        needed: dict[Value, float] = {}
+        calls: dict[Operation, PlacedCall[Value]] = {}
+        for position, operation in enumerate(stretch):
+            reads = [root.get(value, value) for value in operation.operands]
+            if operation.is_view:
+                root.update(dict.fromkeys(operation.tensors, reads[0]))
+            elif (comm := operation.annotations.comm) is not None:
+                calls[operation] = PlacedCall(position, reads, operation.tensors, comm.bytes_of_a_run)
+            else:
+                made.update(dict.fromkeys(operation.tensors, position))
+                for value in reads:
+                    needed.setdefault(value, position)
+        return cls(calls, made, needed, len(stretch))
+
+    def starts(self, launches: Iterable[Sequence[Operation]], window_bytes: float) -> list[int]:
+        """The position at which each launch starts, from its collectives."""
+        groups = [[self.calls[operation] for operation in launch] for launch in launches]
+        return starts(placed(groups, self.made, self.needed, self.end), window_bytes)

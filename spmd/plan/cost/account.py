@@ -125,8 +125,10 @@ def _cast_seconds(plan: PlanData, operation: Operation) -> float:
 
 
 def _comms(plan: PlanData, assignment: Assignment, operation: Operation) -> tuple[Comm, ...]:
-    cause = plan.causes[operation] if operation.op is REDISTRIBUTE else cause_of(operation)
     sent = sends(assignment, plan.specs, operation)
+    if not sent:
+        return ()
+    cause = plan.causes[operation] if operation.op is REDISTRIBUTE else cause_of(operation)
     seconds = send_seconds(plan.request.machine, assignment, operation, sent)
     return tuple(Comm(*one, time, cause.text, cause.source) for one, time in zip(sent, seconds, strict=True))
 

@@ -139,16 +139,22 @@ class Stretch:
     ) -> Iterator[tuple[Operation, tuple[Comm, ...]]]:
         """The collectives of each operation with the numbers of their launches, which are the next of `numbers`."""
         limit, window = (schedule.bucket_bytes, schedule.window_bytes) if schedule else (0.0, 0.0)
+        smallest: dict[Hashable, float] = {}
+        for _, call in itertools.chain.from_iterable(self.steps):
+            smallest[call.key] = min(call.buffer, smallest.get(call.key, math.inf))
         launches: list[_Launch] = []
         found: dict[Operation, list[_Launch]] = {operation: [] for operation in self.comms}
         waiting: dict[Hashable, list[_Launch]] = {}
         for step in self.steps:
             for operation, call in step:
                 call = call.after(found[operation][-1].place) if found[operation] else call
-                others = waiting.setdefault(call.key, []) if call.key is not None else []
+                joins = call.key is not None and call.buffer + smallest[call.key] <= limit
+                others = waiting.setdefault(call.key, []) if joins else []
                 launch = next((other for other in reversed(others) if other.takes(call, limit)), None)
                 if launch is not None:
                     launch.add(call)
+                    if launch.buffer + smallest[call.key] > limit:
+                        others.remove(launch)
                 else:
                     launch = _Launch(call)
                     launches.append(launch)

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import weakref
-
 from spmd.ir.graph import Graph, Value
 from spmd.ir.markers import DRAFT_MARKERS, FREE
+from spmd.plan.data.of_program import of_graph
 from spmd.plan.local.strided import Result, Strided, as_reshape, results_of
-
-_FOUND: weakref.WeakKeyDictionary[Graph, frozenset[Value]] = weakref.WeakKeyDictionary()
-"""The copies of programs that were looked at, as long as these exist."""
 
 
 def copied_views(graph: Graph, planned: Graph | None = None) -> frozenset[Value]:
@@ -24,11 +20,10 @@ def copied_views(graph: Graph, planned: Graph | None = None) -> frozenset[Value]
     """
     if planned is not None and any(o.is_view and o.tensors[0] not in graph.producers for o in planned.operations):
         graph = planned
-    if graph not in _FOUND:
-        _FOUND[graph] = _copies(graph)
-    return _FOUND[graph]
+    return _copies(graph)
 
 
+@of_graph
 def _copies(graph: Graph) -> frozenset[Value]:
     layouts = {value: Strided.contiguous(value.meta) for value in (*graph.inputs, *dict(graph.constants))}
     copied = set()

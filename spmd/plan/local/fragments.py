@@ -68,15 +68,18 @@ class Fragments:
 
     def local(self, value: Value) -> TensorMeta:
         """The meta of the local tensor of a value."""
-        if value not in self._locals:
-            self._locals[value] = TensorMeta(self.plan.layout(value).shape(self.coordinate), value.meta.dtype)
-        return self._locals[value]
+        found = self._locals.get(value)
+        if found is None:
+            found = TensorMeta(self.plan.layout(value).shape(self.coordinate), value.meta.dtype)
+            self._locals[value] = found
+        return found
 
     def of(self, unit: Unit) -> Fragment:
         """The fragment of a call."""
-        if unit.operations not in self._known:
-            self._known[unit.operations] = self._make(unit)
-        return self._known[unit.operations]
+        found = self._known.get(unit.operations)
+        if found is None:
+            found = self._known[unit.operations] = self._make(unit)
+        return found
 
     def _make(self, unit: Unit) -> Fragment:
         operation = unit.operations[0]

@@ -103,17 +103,30 @@ def results_of(
         place: as for `_run_on_meta`.
     """
     operands = operation.operands
-    metas = tuple(value.meta for value in operation.tensors)
-    fresh = tuple(Result(Strided.contiguous(meta)) for meta in metas)
     if not operands or operation.effect is not None or operation.op is _TO_PARTIAL:
-        return fresh
+        return _fresh(operation)
     same = identity(operation)
     if same is not None:  # lowering removes it
         return (Result(layouts[same], operands.index(same)),)
     given = [layouts[value] for value in operands]
-    if torch.Tag.pointwise in operation.op.tags and all(layout.is_contiguous for layout in given):
-        return fresh
-    return _run_on_meta(StridedCall.of(operation, given), place) or fresh
+    if _is_pointwise(operation.op) and all(layout.is_contiguous for layout in given):
+        return _fresh(operation)
+    return _run_on_meta(StridedCall.of(operation, given), place) or _fresh(operation)
+
+
+def _fresh(operation: Operation) -> tuple[Result, ...]:
+    """New tensors in row-major order."""
+    return tuple([_result(value.meta) for value in operation.tensors])
+
+
+@lru_cache(maxsize=16384)
+def _result(meta: TensorMeta) -> Result:
+    return Result(Strided.contiguous(meta))
+
+
+@lru_cache(maxsize=4096)
+def _is_pointwise(op: torch._ops.OpOverload) -> bool:
+    return torch.Tag.pointwise in op.tags
 
 
 @lru_cache(maxsize=16384)

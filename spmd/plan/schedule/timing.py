@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 
 import attrs
 
 from spmd.collectives.primitive import Collective
 from spmd.collectives.primitives import KINDS
 from spmd.ir.graph import Graph, Operation, Value
-from spmd.lowering.launches import Launch, Start, Wait, split_launches, with_records
+from spmd.ir.regions import stretches
+from spmd.lowering.launches import Launch, PlacedCalls, Start, Wait, split_launches, with_records
 from spmd.lowering.lower import rank_graph
 from spmd.lowering.passes.aliases import Aliases
 from spmd.plan.cost.account import account
@@ -48,11 +49,13 @@ class Simulation:
         graph: the program of the rank at coordinate zero.
         calls: that of each collective, by its result, on the tensors of the rank.
         seconds: what each call of an operator takes, by its first operation.
+        stretches: the collectives between bounds of regions.
     """
 
     graph: Graph
     calls: Mapping[Value, StridedCall]
     seconds: Mapping[Operation, float]
+    stretches: tuple[PlacedCalls, ...]
 
     @staticmethod
     @of_program
@@ -64,7 +67,21 @@ class Simulation:
         collectives = (operation for operation in graph.operations if operation.annotations.comm is not None)
         calls = {operation.tensors[0]: aliases.call(operation) for operation in collectives}
         seconds = {unit.operations[0]: sum(found.seconds[o] for o in unit.operations) for unit in found.units}
-        return Simulation(graph, calls, seconds)
+        return Simulation(graph, calls, seconds, tuple(map(PlacedCalls.of, stretches(graph.operations))))
+
+    def launched(self, plan: PlanData) -> Hashable:
+        """When the launches of a plan start, and which collectives each has: all that its schedule decides."""
+        numbers = tuple(comm.launch for comm in plan.comms)
+        if plan.schedule is None:
+            return numbers, None
+        number, found = iter(numbers), []
+        for stretch in self.stretches:
+            groups: dict[int, list[Operation]] = defaultdict(list)
+            for operation in stretch.calls:
+                groups[next(number)].append(operation)
+            launches = map(groups.__getitem__, sorted(groups))
+            found.append(tuple(stretch.starts(launches, plan.schedule.window_bytes)))
+        return numbers, tuple(found)
 
     def timing(self, plan: PlanData) -> Timing:
         """The predicted times with the schedule of a plan.
@@ -111,6 +128,12 @@ class Simulation:
 
 def timing_of(plan: PlanData) -> Timing:
     """The predicted times of one run of a plan."""
+    return _timing(plan, Simulation.of(plan).launched(plan))
+
+
+@of_program
+def _timing(plan: PlanData, launched: Hashable) -> Timing:
+    """The predicted times under any schedule whose launches are `launched` so."""
     return Simulation.of(plan).timing(plan)
 
 

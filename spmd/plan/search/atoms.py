@@ -72,7 +72,7 @@ def refine(graph: Graph, factors: Mapping[Operation, Factors]) -> Refinement:
         if operation in factors
         for link in _links(operation, factors[operation], values, parts[operation])
     ]
-    while sum(link.unite() for link in links) + sum(link.unite() for link in reversed(links)):
+    while any([link.unite() for link in links] + [link.unite() for link in reversed(links)]):
         pass
     return Refinement(
         {value: tuple(dim.atoms() for dim in dims) for value, dims in values.items()},
@@ -88,23 +88,29 @@ def _values(graph: Graph) -> Iterator[Value]:
         yield from operation.tensors
 
 
-@attrs.frozen(eq=False)
 class _Link:
     """One dim of a value, and one of the operation's factors in it; `inner` is the product of the factors inside it."""
 
-    dim: _Breakpoints
-    factor: _Breakpoints
-    inner: int
+    __slots__ = ("dim", "factor", "inner", "seen")
+
+    def __init__(self, dim: _Breakpoints, factor: _Breakpoints, inner: int) -> None:
+        self.dim, self.factor, self.inner = dim, factor, inner
+        self.seen = (-1, -1)
+        """How many breakpoints both had when they were united."""
 
     def unite(self) -> bool:
         """Propagate breakpoints between the dim and the factor; returns whether any was added."""
-        outer = self.inner * self.factor.size
-        changed = self.dim.add(self.inner) | self.dim.add(outer)
-        for point in sorted(self.dim.points):
-            if self.inner < point < outer and point % self.inner == 0:
-                changed |= self.factor.add(point // self.inner)
-        for point in sorted(self.factor.points):
-            changed |= self.dim.add(point * self.inner)
+        dim, factor, inner = self.dim, self.factor, self.inner
+        if self.seen == (len(dim.points), len(factor.points)):
+            return False
+        outer = inner * factor.size
+        changed = dim.add(inner) | dim.add(outer)
+        for point in sorted(dim.points):
+            if inner < point < outer and point % inner == 0:
+                changed |= factor.add(point // inner)
+        for point in sorted(factor.points):
+            changed |= dim.add(point * inner)
+        self.seen = len(dim.points), len(factor.points)
         return changed
 
 

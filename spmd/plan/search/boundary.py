@@ -224,21 +224,39 @@ def bound(
     for value, _ in graph.constants:
         given[value] = DTensorSpec.replicated(mesh, logical_meta(value.meta, logical[value]))
     for operation in graph.operations:
-        if operation.op in CONSTRAINTS:
-            meta = operation.tensors[0].meta
-            writer.constrain(
-                operation, without_trivial_axes(DTensorSpec.make(mesh, parse_spec(operation.args[1]), meta))
-            )
-        elif operation.op in (ENTER, LEAVE):
-            writer.end(operation, without_trivial_axes(global_spec(operation, mesh)))
-        else:
+        own = _spec_of(operation, mesh)
+        if own is None:
             writer.operations.append(operation)
+        elif operation.op in CONSTRAINTS:
+            writer.constrain(operation, own)
+        else:
+            writer.end(operation, own)
     outputs = tuple(
         writer.free(value) if spec is None else writer.leave(value, without_trivial_axes(spec))
         for value, spec in zip(graph.outputs, output_specs, strict=True)
     )
     bounded = attrs.evolve(graph, inputs=tuple(inputs), operations=tuple(writer.operations), outputs=outputs)
     return WithEdges(bounded.verify(), writer.logical, writer.pinned, given, writer.ends)
+
+
+def _spec_of(operation: Operation, mesh: Mesh) -> DTensorSpec | None:
+    """The spec that a constraint, an `enter` or a `leave` has for its global value; None for other operations."""
+    if operation.op in CONSTRAINTS:
+        spec = DTensorSpec.make(mesh, parse_spec(operation.args[1]), operation.tensors[0].meta)
+    elif operation.op in (ENTER, LEAVE):
+        spec = global_spec(operation, mesh)
+    else:
+        return None
+    return without_trivial_axes(spec)
+
+
+def axes_of_one_dim(
+    graph: Graph, mesh: Mesh, input_specs: Sequence[DTensorSpec], output_specs: Sequence[DTensorSpec | None]
+) -> frozenset[tuple[str, ...]]:
+    """The mesh axes that shard one dim together, in the specs that `bound` is given: it depends on their order only."""
+    specs = [*map(without_trivial_axes, input_specs), *(without_trivial_axes(spec) for spec in output_specs if spec)]
+    specs += [spec for operation in graph.operations if (spec := _spec_of(operation, mesh)) is not None]
+    return frozenset(axes for spec in specs for axes in spec.dims if len(axes) > 1)
 
 
 def without_trivial_axes(spec: DTensorSpec) -> DTensorSpec:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Hashable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import permutations
 from types import MappingProxyType
 
@@ -20,7 +20,7 @@ from spmd.plan.memory.limit import fit, fits, fitting, memory_prices
 from spmd.plan.memory.peak import memory_of
 from spmd.plan.schedule.choice import best_schedule
 from spmd.plan.search.finish import finish
-from spmd.plan.search.folding import Folded, fold
+from spmd.plan.search.folding import Folded
 from spmd.plan.search.insert_reshards import insert_reshards
 from spmd.plan.search.never_gathered import allowed, refusal
 from spmd.plan.search.options import SEARCH, SearchOptions
@@ -153,8 +153,9 @@ def _plans(
     request, search = prepared.request, prepared.search
     axes = tuple(name for name, size in request.mesh.axes.items() if size > 1)
 
-    starts = {order: fold(prepared.draft(order), prepared.repeats) for order in _orders(axes)}
-    blind = {order: _plan_axes(start, order, machine, search, memory_prices) for order, start in starts.items()}
+    starts = dict(zip(_orders(axes), prepared.starts(_orders(axes)), strict=True))
+    plan_axes = partial(_plan_axes, machine, search, memory_prices, {})
+    blind = {order: plan_axes(start, order) for order, start in starts.items()}
 
     def finished(order: tuple[str, ...], steps: Sequence[_Step]) -> PlanData:
         start = starts[order]
@@ -165,7 +166,7 @@ def _plans(
     if len(axes) > 1:
         best = min(plans, key=lambda order: plans[order].seconds)
         steps, preview = blind[best], blind[best[::-1]][-1].draft.states
-        refined = _plan_axes(starts[best], best, machine, search, memory_prices, steps, preview)
+        refined = plan_axes(starts[best], best, preview)
         if refined[-1] is not steps[-1]:
             found.append(finished(best, refined))
     return found
@@ -204,36 +205,39 @@ class _Step:
 
 
 def _plan_axes(
-    start: Folded,
-    order: Sequence[str],
     machine: Machine,
     search: SearchOptions,
     memory_prices: Mapping[Value, float],
-    blind: Sequence[_Step] = (),
+    known: dict[tuple[Draft, str], _Step],
+    start: Folded,
+    order: Sequence[str],
     preview: Mapping[Value, States] = _NO_PREVIEW,
 ) -> list[_Step]:
     """Plan axes one after another, with local sizes reduced by the guessed placements on later axes.
 
     Args:
-        start: the program to begin with.
-        order: the axes in planning order.
         machine: the cost constants.
         search: has the solver.
         memory_prices: as for `AxisProblem`.
-        blind: the steps of the same order without a preview. As long as the choices equal theirs, their drafts are
-            reused, and the last step too, which has no later axes.
+        known: the steps without a preview, by the draft before them and the axis; new ones are added. Steps with one
+            that make the same choices are these.
+        start: the program to begin with.
+        order: the axes in planning order.
         preview: guessed placements of values on all axes.
     """
     steps: list[_Step] = []
     draft, memory_prices = start.draft, start.prices(memory_prices)
     for position, axis in enumerate(order):
-        same = bool(blind) and all(map(operator.is_, steps, blind))
         later = order[position + 1 :]
-        if same and not later:
-            return [*steps, blind[position]]
-        ahead = {value: {a: s for a, s in states.items() if a in later} for value, states in preview.items()}
-        choice = AxisProblem(draft, axis, machine, ahead, memory_prices=memory_prices).solve(search)
-        same = same and choice.equals(blind[position].choice)
-        steps.append(blind[position] if same else _Step(choice, insert_reshards(draft, axis, choice)))
-        draft = steps[-1].draft
+        guesses = preview if later else _NO_PREVIEW
+        step = known.get((draft, axis))
+        if step is None or guesses:
+            ahead = {value: {a: s for a, s in states.items() if a in later} for value, states in guesses.items()}
+            choice = AxisProblem(draft, axis, machine, ahead, memory_prices=memory_prices).solve(search)
+            if step is None or not choice.equals(step.choice):
+                step = _Step(choice, insert_reshards(draft, axis, choice))
+        if not guesses:
+            known[draft, axis] = step
+        steps.append(step)
+        draft = step.draft
     return steps

@@ -15,7 +15,8 @@ from spmd.plan.data.draft import Draft
 from spmd.plan.data.request import Request
 from spmd.plan.local.copied_views import copied_views
 from spmd.plan.search.atoms import Refinement, refine
-from spmd.plan.search.boundary import bound
+from spmd.plan.search.boundary import axes_of_one_dim, bound
+from spmd.plan.search.folding import Folded, fold
 from spmd.plan.search.options import SEARCH, SearchOptions
 from spmd.plan.search.repeats import Layer, Repeat, aligned, find_repeats
 from spmd.rules import find_rule
@@ -47,6 +48,23 @@ class Prepared:
     def unfolded(self) -> Prepared:
         """The same request, of which each layer is planned by itself."""
         return attrs.evolve(self, repeats=())
+
+    def starts(self, orders: Iterable[Sequence[str]]) -> list[Folded]:
+        """The program from which planning in each order starts; one object where the orders make no difference to it.
+
+        Of equal layers, one stands for several.
+        """
+        request = self.request
+        together = axes_of_one_dim(request.graph, request.mesh, request.input_specs, request.output_specs)
+        known: dict[Hashable, Folded] = {}
+
+        def start(order: Sequence[str]) -> Folded:
+            nested = tuple(tuple(sorted(axes, key=order.index)) for axes in sorted(together))
+            if nested not in known:
+                known[nested] = fold(self.draft(order), self.repeats)
+            return known[nested]
+
+        return list(map(start, orders))
 
     def draft(self, order: Sequence[str]) -> Draft:
         """The draft from which planning starts, with no axis planned; `order` has the mesh axes, major first."""

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
-
-import attrs
 
 from spmd.core.placement import Partial, Placement
 from spmd.ir.graph import Operation, Value
 from spmd.ir.markers import REDISTRIBUTE
 from spmd.ir.source import Source
-from spmd.plan.data.assignment import States
 from spmd.plan.data.draft import Draft
+from spmd.plan.search.draft_writer import DraftWriter
 from spmd.plan.search.folding import Folded
-from spmd.plan.search.insert_reshards import RegionBlocks
-from spmd.rules.strategy import Strategy
 
 
 def unfold(folded: Folded, planned: Draft) -> Draft:
@@ -47,15 +42,9 @@ class _Unfolder:
                 kept.append(operation)
                 just_made = set(operation.tensors)
         self.model = dict(zip(folded.draft.graph.operations, kept, strict=True))
-        self.states: dict[Value, States] = {
-            value: planned.states.get(folded.values.get(value, value), {}) for value in self.whole.logical
-        }
-        self.logical = dict(self.whole.logical)
-        self.fused, self.latency_shares = set(self.whole.fused), dict(self.whole.latency_shares)
+        states = {value: planned.states.get(folded.values.get(value, value), {}) for value in self.whole.logical}
+        self.writer = DraftWriter(self.whole, states)
         self.held: dict[tuple[Value, tuple[tuple[str, Placement], ...]], Value] = {}
-        self.blocks = RegionBlocks(self.whole.graph.regions)
-        self.options, self.pinned = dict(self.whole.options), dict(self.whole.pinned)
-        self.strategies: dict[Operation, Mapping[str, Strategy]] = {}
 
     def run(self) -> Draft:
         readers: dict[Value, dict[Value, Operation]] = {}
@@ -67,19 +56,7 @@ class _Unfolder:
             for value in operation.tensors:
                 for wanted, reader in readers.get(value, {}).items():
                     self.reshard_at_once(value, wanted, reader)
-        return attrs.evolve(
-            self.whole,
-            graph=attrs.evolve(self.whole.graph, operations=self.blocks.operations),
-            logical=self.logical,
-            options=self.options,
-            pinned=self.pinned,
-            fused=frozenset(self.fused),
-            latency_shares=self.latency_shares,
-            states=self.states,
-            strategies=self.strategies,
-            planned=self.planned.planned,
-            gap=self.planned.gap,
-        )
+        return self.writer.draft(self.planned.planned, self.planned.gap)
 
     def model_of(self, operation: Operation) -> Operation:
         """The planned operation that stands for one of the whole program."""
@@ -90,13 +67,7 @@ class _Unfolder:
         model = self.model_of(operation)
         wanted = iter(model.operands)
         placed = operation.with_operands(lambda value: self.obtain(value, next(wanted), operation))
-        self.blocks.place(operation, placed)
-        if model in self.planned.strategies:
-            self.strategies[placed] = self.planned.strategies[model]
-        if operation in self.options:
-            self.options[placed] = self.options.pop(operation)
-        if operation in self.pinned:
-            self.pinned[placed] = self.pinned.pop(operation)
+        self.writer.place(operation, placed, self.planned.strategies.get(model))
 
     def obtain(self, value: Value, wanted: Value, user: Operation) -> Value:
         """The value resharded as `wanted` is in the shorter program; once for all that want the same placements."""
@@ -113,16 +84,8 @@ class _Unfolder:
         base = wanted
         while base in self.resharding:
             (base,) = self.resharding[base].operands
-        moved = Value(value.name + wanted.name[len(base.name) :], value.meta)
         source = self.source(value, base, wanted, user)
-        self.blocks.reshard(value, Operation(REDISTRIBUTE, (held,), {}, (moved,), source))
-        self.logical[moved] = self.logical[value]
-        self.states[moved] = self.planned.states[wanted]
-        if value in self.fused:
-            self.fused.add(moved)
-        if value in self.latency_shares:
-            self.latency_shares[moved] = self.latency_shares[value]
-        return moved
+        return self.writer.reshard(value, held, wanted.name[len(base.name) :], self.planned.states[wanted], source)
 
     def source(self, value: Value, base: Value, wanted: Value, user: Operation) -> Source | None:
         """The line of a reshard: that of the model, where it is the same value, else as there of its maker or user."""
