@@ -100,6 +100,7 @@ class AxisProblem:
         self.cost = LocalCost.of(machine, draft, self.preview)
         self.never_gathered = draft.never_gathered_values(axis)
         self._move_costs: dict[Hashable, MoveCost] = {}
+        self._seconds: dict[Hashable, torch.Tensor] = {}
         self._known_times: dict[Hashable, torch.Tensor] = {}
         self._edges: dict[Hashable, torch.Tensor] = {}
         self._hubs: dict[Hashable, tuple[tuple[Hub, ...], torch.Tensor, tuple[torch.Tensor, ...]]] = {}
@@ -229,13 +230,14 @@ class AxisProblem:
 
     def _times(self, operation: Operation) -> torch.Tensor:
         """Seconds of an operation with each of its strategies."""
-        strategies = self.strategies[operation]
-        key = (id(strategies), self.cost.cache_key(operation), self.runs[operation])
-        if key not in self._known_times:
-            runs = self.runs[operation]
-            seconds = [runs * self.cost.seconds(operation, strategy, self.axis) for strategy in strategies]
-            self._known_times[key] = torch.tensor(seconds, dtype=torch.float64) + _preference(len(seconds))
-        return self._known_times[key]
+        strategies, runs = self.strategies[operation], self.runs[operation]
+        key = (id(strategies), self.cost.cache_key(operation))
+        if key not in self._seconds:
+            seconds = [self.cost.seconds(operation, strategy, self.axis) for strategy in strategies]
+            self._seconds[key] = torch.tensor(seconds, dtype=torch.float64)
+        if (key, runs) not in self._known_times:
+            self._known_times[key, runs] = runs * self._seconds[key] + _preference(len(strategies))
+        return self._known_times[key, runs]
 
     def _tie(self, operation: Operation, position: int) -> Table:
         """Infinity where an operation would take an operand in another placement than that in which it is made."""
