@@ -22,23 +22,25 @@ SAME_TENSOR = (PIN, REDISTRIBUTE, RELABEL, torch.ops.aten._to_copy.default)
 
 
 @attrs.frozen(eq=False)
-class Equals:
-    """What equal layers have in common, in a program in which one of them may stand for several.
+class Counts:
+    """The numbers of what stands for several of its kind in a program, as one layer for several equal ones.
 
     Args:
-        times: how often a value is made and resharded, where not once.
-        first: for a value of such a layer, the one of the first of them. What makes them has the same strategies.
+        made: how often a value is made, where not once.
+        moved: how often it is resharded, where not once: what a layer hands to the next is not, for the last.
+        ties: values that have the same placements.
     """
 
-    times: Mapping[Value, int] = MappingProxyType({})
-    first: Mapping[Value, Value] = MappingProxyType({})
+    made: Mapping[Value, int] = MappingProxyType({})
+    moved: Mapping[Value, int] = MappingProxyType({})
+    ties: tuple[tuple[Value, Value], ...] = ()
 
     def runs(self, operation: Operation) -> int:
         """How often an operation stands in the program."""
-        return self.times.get(operation.tensors[0], 1) if self.times and operation.tensors else 1
+        return self.made.get(operation.tensors[0], 1) if self.made and operation.tensors else 1
 
 
-NO_EQUALS = Equals()
+ONCE = Counts()
 """Of a program in which everything stands for itself."""
 
 
@@ -56,7 +58,7 @@ class Draft(Assignment):
         gap: the largest relative distance of any axis's cost from its optimum (0.01 is 1%); 0 if every axis was
             searched exactly.
         gather_seconds: as in `Request`.
-        equals: what equal layers have in common.
+        counts: what stands for several of its kind.
     """
 
     options: Mapping[Operation, tuple[Strategy, ...]]
@@ -66,7 +68,7 @@ class Draft(Assignment):
     independent: frozenset[Value]
     gap: float
     gather_seconds: float = math.inf
-    equals: Equals = NO_EQUALS
+    counts: Counts = ONCE
 
     def never_gathered_values(self, axis: str) -> frozenset[Value]:
         """The values that are never gathered along an axis."""

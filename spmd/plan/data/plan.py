@@ -40,9 +40,9 @@ class PlanData:
         specs: the spec of every value, over its logical shape.
         strategies: for every operation, its strategy on each mesh axis by name (none for redistributions).
         fallbacks: operations that have no rule and run replicated.
-        gap: the largest relative distance of any axis's cost from its optimum (0.01 is 1%), in which equal layers have
-            the same strategies: 0 if every axis was searched exactly; an upper bound where large-neighbourhood search
-            was used.
+        gap: the largest relative distance of any axis's cost from its optimum (0.01 is 1%) among plans in which equal
+            layers take and make values of the same specs: 0 if every axis was searched exactly; an upper bound where
+            large-neighbourhood search was used.
         seconds: predicted time of one run of the program.
         comms: the collectives that each rank runs, in order of execution.
         schedule: how processes launch collectives; None if each alone, and waited for at once, because a memory limit

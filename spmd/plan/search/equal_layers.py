@@ -34,25 +34,6 @@ class LayerPlace:
     role: int
 
 
-@attrs.frozen
-class Run:
-    """Consecutive equal layers, `first` to `last`, of a stack."""
-
-    stack: int
-    first: int
-    last: int
-
-    @property
-    def model(self) -> int:
-        """The layer that stands for all between the first and the last."""
-        return self.first + 1
-
-    @property
-    def count(self) -> int:
-        """How many layers it stands for."""
-        return self.last - self.model
-
-
 class Layers:
     """The places of the operations and values of a draft.
 
@@ -131,21 +112,22 @@ class Layers:
         else:
             self.values[made] = LayerPlace(*layer, self._role(layer, role))
 
-    def runs(self) -> Iterator[Run]:
-        """The runs of at least two equal layers, by stack and layer.
+    def equal(self) -> Iterator[tuple[int, int, int]]:
+        """For every stack: its number, and the first and the last of most consecutive layers that are equal.
 
         The first and the last layer of a stack count as unequal, as they have other neighbours.
         """
-        last: dict[int, int] = defaultdict(int)
+        counts: dict[int, int] = defaultdict(int)
         for stack, layer in self.members:
-            last[stack] = max(last[stack], layer)
-        for stack in sorted(last):
-            begin = 1
-            for layer in range(1, last[stack]):
-                if layer + 1 == last[stack] or not self._alike(stack, layer, last[stack]):
-                    if layer > begin:
-                        yield Run(stack, begin, layer)
-                    begin = layer + 1
+            counts[stack] = max(counts[stack], layer + 1)
+        for stack, count in sorted(counts.items()):
+            best, begin = (0, 0), 1
+            for layer in range(1, count - 1):
+                if layer > begin and not self._alike(stack, layer - 1, count - 1):
+                    begin = layer
+                best = max(best, (layer - begin, -begin))
+            if best[0]:
+                yield stack, -best[1], best[0] - best[1]
 
     def _alike(self, stack: int, layer: int, last: int) -> bool:
         """Whether a layer is equal to the next: the same roles, on values that have the same roles or are the same."""

@@ -1,8 +1,8 @@
 """Planning equal layers once: a program in which one layer stands for many, and its plan for the whole program.
 
-Consecutive equal layers have the same strategies, which the search decides once. Of more than three of them it sees the
-first, the second and the last: the second stands for all between these two, and its costs count as often as there are
-such layers. The first and the last take values from other layers, which may be resharded otherwise.
+Of consecutive equal layers the search sees one, whose costs count as often as there are layers. What it takes from the
+layer before it has the same placements as what it gives to the next (a *tie*); so the choices for it are choices for
+all. The layers before and after it are planned by themselves.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from types import MappingProxyType
 import attrs
 
 from spmd.ir.graph import Graph, Operation, Value
-from spmd.plan.data.draft import Draft, Equals
-from spmd.plan.search.equal_layers import LayerPlace, Layers, Run
+from spmd.plan.data.draft import Counts, Draft
+from spmd.plan.search.equal_layers import LayerPlace, Layers
 from spmd.plan.search.repeats import Layer, Repeat
 
 _NOTHING: Mapping[Operation, Operation] = MappingProxyType({})
@@ -62,8 +62,8 @@ def fold(draft: Draft, repeats: Sequence[tuple[Repeat, Sequence[Layer]]]) -> Fol
     if not repeats or draft.graph.variants is not None:
         return Folded(draft, draft)
     layers = Layers(draft, repeats)
-    runs = tuple(layers.runs())
-    return _Folder(draft, layers, runs).run() if runs else Folded(draft, draft)
+    spans = {stack: (first, last) for stack, first, last in layers.equal()}
+    return _Folder(draft, layers, spans).run() if spans else Folded(draft, draft)
 
 
 class _Folder:
@@ -72,18 +72,20 @@ class _Folder:
     Args:
         draft: the whole program.
         layers: the places of its operations and values.
-        runs: its runs of equal layers.
+        spans: by stack, the layer that stands for others, and the last of these.
     """
 
-    def __init__(self, draft: Draft, layers: Layers, runs: Sequence[Run]) -> None:
-        self.draft, self.layers = draft, layers
+    def __init__(self, draft: Draft, layers: Layers, spans: Mapping[int, tuple[int, int]]) -> None:
+        self.draft, self.layers, self.spans = draft, layers, spans
         self.at = {place: value for value, place in layers.values.items()}
-        self.runs = {(run.stack, layer): run for run in runs for layer in range(run.first, run.last + 1)}
+        self.made: dict[Value, int] = {}
+        self.moved: dict[Value, int] = {}
+        self.ties: dict[tuple[Value, Value], None] = {}
 
     def run(self) -> Folded:
         graph = self.draft.graph
         kept = {
-            operation: operation.with_operands(partial(self.model, operation))
+            operation: operation.with_operands(partial(self.operand, operation))
             for operation in graph.operations
             if not self.is_left_out(self.layers.operations.get(operation))
         }
@@ -95,53 +97,65 @@ class _Folder:
         )
         if not _is_ordered(folded):
             return Folded(self.draft, self.draft)
-        values = {
-            value: self.model(None, value) for value, place in self.layers.values.items() if self.is_left_out(place)
-        }
+        for value, place in self.layers.values.items():
+            if place.stack in self.spans and place.layer == self.spans[place.stack][0]:
+                first, last = self.spans[place.stack]
+                self.made[value] = last - first + 1
+        values = {value: self.model(value) for value, place in self.layers.values.items() if self.is_left_out(place)}
         draft = attrs.evolve(
             self.draft,
             graph=folded,
             options={new: self.draft.options[old] for old, new in kept.items() if old in self.draft.options},
             pinned={new: self.draft.pinned[old] for old, new in kept.items() if old in self.draft.pinned},
-            equals=self.equals(),
+            counts=Counts(self.made, self.moved, tuple(self.ties)),
         )
-        if len(kept) == len(graph.operations):
-            return Folded(draft, draft)
         operations = {operation: kept[self.model_of(operation)] for operation in graph.operations}
         return Folded(self.draft, draft, operations, values)
 
-    def equals(self) -> Equals:
-        """What stands for several of its kind, and what is the same in several layers."""
-        times: dict[Value, int] = {}
-        first: dict[Value, Value] = {}
-        for value, place in self.layers.values.items():
-            run = self.runs.get((place.stack, place.layer))
-            if run is not None and not self.is_left_out(place):
-                first[value] = self.at[attrs.evolve(place, layer=run.first)]
-                if place.layer == run.model and run.count > 1:
-                    times[value] = run.count
-        return Equals(times, first)
-
     def is_left_out(self, place: LayerPlace | None) -> bool:
         """Whether another operation or value stands for what is at a place."""
-        run = self.runs.get((place.stack, place.layer)) if place is not None else None
-        return place is not None and run is not None and run.model < place.layer < run.last
+        if place is None or place.stack not in self.spans:
+            return False
+        first, last = self.spans[place.stack]
+        return first < place.layer <= last
 
-    def model(self, reader: Operation | None, value: Value) -> Value:
-        """The value that stands for another one, where an operation takes it."""
+    def model(self, value: Value) -> Value:
+        """The value that stands for another one."""
         place = self.layers.values.get(value)
         if place is None or not self.is_left_out(place):
             return value
-        run, own = self.runs[place.stack, place.layer], self.layers.operations.get(reader) if reader else None
-        follows = own is not None and (own.stack, own.layer) == (run.stack, run.model)
-        return self.at[attrs.evolve(place, layer=run.last if follows else run.model)]
+        return self.at[attrs.evolve(place, layer=self.spans[place.stack][0])]
 
     def model_of(self, operation: Operation) -> Operation:
         """The operation that stands for another one."""
         place = self.layers.operations.get(operation)
         if place is None or not self.is_left_out(place):
             return operation
-        return self.layers.members[place.stack, self.runs[place.stack, place.layer].model][place.role]
+        return self.layers.members[place.stack, self.spans[place.stack][0]][place.role]
+
+    def operand(self, reader: Operation, value: Value) -> Value:
+        """What an operation takes in place of a value; counts how often that is made and moved, and ties it."""
+        place, own = self.layers.values.get(value), self.layers.operations.get(reader)
+        if place is None or place.stack not in self.spans:
+            return value
+        first, last = self.spans[place.stack]
+        count = last - first + 1
+        if own is None or own.stack != place.stack or own.layer != first:
+            taken = self.model(value)
+            if (own is None or own.stack != place.stack) and self.layers.values[taken].layer == first:
+                self.moved[taken] = count
+            return taken
+        next_layer = self.layers.members[own.stack, first + 1][own.role]
+        if any(
+            one is value and other is value for one, other in zip(reader.operands, next_layer.operands, strict=True)
+        ):
+            return value  # all layers take it, from the first or the last one
+        if place.layer == first + 1:
+            value = self.at[attrs.evolve(place, layer=last + 1)]
+        if place.layer != first and value in self.draft.graph.producers:
+            self.ties[value, self.at[attrs.evolve(place, layer=first)]] = None
+        self.moved[value] = count
+        return value
 
 
 def _is_ordered(graph: Graph) -> bool:

@@ -9,7 +9,7 @@ from spmd.core.placement import Partial, Placement, Replicate, Shard
 from spmd.ir.graph import Operation, Value
 from spmd.ir.markers import REDISTRIBUTE
 from spmd.ir.regions import LEAVES
-from spmd.plan.data.draft import Draft, Equals
+from spmd.plan.data.draft import Draft
 from spmd.plan.search.draft_writer import DraftWriter
 from spmd.plan.search.problem import AxisChoice
 
@@ -35,8 +35,7 @@ class _ReshardInserter:
         self.choice = choice
         self.writer = DraftWriter(draft, draft.states)
         self.held: dict[Value, dict[Placement, Value]] = {}
-        self.times, self.first = dict(draft.equals.times), dict(draft.equals.first)
-        self.same: dict[tuple[Value, Placement, Placement], Value] = {}
+        self.made, self.moved_often = dict(draft.counts.made), dict(draft.counts.moved)
 
     def run(self) -> Draft:
         for value in (*self.draft.graph.inputs, *(value for value, _ in self.draft.graph.constants)):
@@ -44,7 +43,8 @@ class _ReshardInserter:
         for operation in self.draft.graph.operations:
             self._place(operation)
         written = self.writer.draft((*self.draft.planned, self.axis), max(self.draft.gap, self.choice.gap))
-        return attrs.evolve(written, equals=Equals(self.times, self.first))
+        counts = attrs.evolve(self.draft.counts, made=self.made, moved=self.moved_often)
+        return attrs.evolve(written, counts=counts)
 
     def _define(self, value: Value, state: Placement) -> None:
         self.held[value] = {state: value}
@@ -97,10 +97,8 @@ class _ReshardInserter:
         if target != Replicate():
             states[self.axis] = target
         moved = self.writer.reshard(value, held[source], f"_{_suffix(source, target)}", states, user.source)
-        if value in self.times:
-            self.times[moved] = self.times[value]
-        if value in self.first:
-            self.first[moved] = self.same.setdefault((self.first[value], source, target), moved)
+        if value in self.moved_often:
+            self.made[moved] = self.moved_often[moved] = self.moved_often[value]
         held[target] = moved
 
 

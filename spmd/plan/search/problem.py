@@ -104,40 +104,20 @@ class AxisProblem:
         self._known_times: dict[Hashable, torch.Tensor] = {}
         self._edges: dict[Hashable, torch.Tensor] = {}
         self._hubs: dict[Hashable, tuple[tuple[Hub, ...], torch.Tensor, tuple[torch.Tensor, ...]]] = {}
-        self._joint: dict[Hashable, int] = {}
-        self._turned: dict[torch.Tensor, tuple[torch.Tensor, torch.Tensor]] = {}
         self.machine = machine
         self.strategies = all_candidates(draft, axis)
         self.strategies.update({operation: (strategy,) for operation, strategy in (only or {}).items()})
-        self._leaders: dict[Value, Operation] = {}
-        self.variables: dict[Operation, int] = {}
-        self.domains: list[int] = []
-        for operation in draft.graph.operations:
-            self._number(operation)
-        self.first_hub = len(self.domains)
+        self.variables = {operation: index for index, operation in enumerate(draft.graph.operations)}
+        self.domains = [len(self.strategies[operation]) for operation in draft.graph.operations]
         self.hubs: dict[Value, tuple[int, tuple[Hub, ...]]] = {}
         self.uses, self.ties = _uses(draft)
-        regions, equals = draft.graph.regions, draft.equals
-        self.runs = {o: regions.runs(o) * equals.runs(o) for o in draft.graph.operations}
+        regions, counts = draft.graph.regions, draft.counts
+        self.runs = {o: regions.runs(o) * counts.runs(o) for o in draft.graph.operations}
         self.producers = {
             value: (operation, position)
             for operation in draft.graph.operations
             for position, value in enumerate(operation.tensors)
         }
-
-    def _number(self, operation: Operation) -> None:
-        """Give an operation a variable: that of the same one of an equal layer, if there is one before it."""
-        value = next(iter(operation.tensors), None)
-        same = (
-            self._leaders.setdefault(self.draft.equals.first.get(value, value), operation)
-            if value is not None
-            else operation
-        )
-        if same is operation:
-            self.variables[operation] = len(self.domains)
-            self.domains.append(len(self.strategies[operation]))
-        else:
-            self.variables[operation], self.strategies[operation] = self.variables[same], self.strategies[same]
 
     def solve(self, search: SearchOptions = SEARCH) -> AxisChoice:
         """The cheapest strategies and moves, or good ones where the exact search would be too large.
@@ -171,13 +151,12 @@ class AxisProblem:
         if self.acquire == 1 or math.isfinite(evaluate(tables, first)):
             return first
         small = copy(self)
-        small.acquire, small.domains = 1, self.domains[: self.first_hub]
-        small.hubs, small._hubs, small._joint = {}, {}, {}
+        small.acquire, small.domains, small.hubs, small._hubs = 1, self.domains[: len(self.variables)], {}, {}
         try:
             choices = search.minimize(small.domains, list(small._tables())).choices
         except TooWideError:
             return first
-        start = [*choices[: self.first_hub], *[0] * (len(self.domains) - self.first_hub)]
+        start = [*choices[: len(self.variables)], *[0] * len(self.hubs)]
         for value, (hub, hubs) in self.hubs.items():
             chosen, options = small.hubs[value]
             start[hub] = hubs.index(options[choices[chosen]])
@@ -205,7 +184,7 @@ class AxisProblem:
         """The times of resharding a value along the axis."""
         dtypes, share = (value.meta.dtype, self.draft.reduce_dtype), self.draft.latency_shares.get(value, 1.0)
         gathering = value in self.never_gathered and self.draft.gather_seconds
-        runs = self.draft.graph.regions.runs_of(value) * self.draft.equals.times.get(value, 1)
+        runs = self.draft.graph.regions.runs_of(value) * self.draft.counts.moved.get(value, 1)
         key = (self.cost.sizes[value], *dtypes, gathering, share, runs)
         if key not in self._move_costs:
             self._move_costs[key] = MoveCost(self.machine, self.axis, self.draft.mesh.axis_size(self.axis), *key)
@@ -224,6 +203,7 @@ class AxisProblem:
             yield Table((variable,), self._times(operation))
         for operation, position in self.ties:
             yield self._tie(operation, position)
+        yield from map(self._tie_of_layers, self.draft.counts.ties)
         for value, uses in self.uses.items():
             single = len(uses) == 1 and len(uses[0].positions) == 1
             yield from self._edge_tables(value, uses[0]) if single else self._hub_tables(value, uses)
@@ -245,6 +225,12 @@ class AxisProblem:
         wanted = [strategy.operands[position] for strategy in self.strategies[operation]]
         costs = [[0.0 if made == taken else math.inf for taken in wanted] for made in self._sources(value)]
         return self._table(value, self.variables[operation], torch.tensor(costs, dtype=torch.float64))
+
+    def _tie_of_layers(self, tied: tuple[Value, Value]) -> Table:
+        """Infinity where what a layer takes from the one before would have another placement than what it gives."""
+        one, other = sorted(tied, key=lambda value: self.variables[self.producers[value][0]])
+        costs = [[0.0 if a == b else math.inf for b in self._sources(other)] for a in self._sources(one)]
+        return self._table(one, self.variables[self.producers[other][0]], torch.tensor(costs, dtype=torch.float64))
 
     def _memory_price(self, value: Value, state: Placement) -> float:
         """The price in seconds of holding a value in a placement."""
@@ -291,22 +277,12 @@ class AxisProblem:
         if key not in self._hubs:
             self._hubs[key] = self._hub(value, uses)
         hubs, costs, offers = self._hubs[key]
-        hub = self._joint.setdefault(self._neighbours(value, uses), len(self.domains))
+        hub = len(self.domains)
+        self.domains.append(len(hubs))
         self.hubs[value] = (hub, hubs)
         yield self._table(value, hub, costs)
-        if hub == len(self.domains):
-            self.domains.append(len(hubs))
-            for use, offer in zip(uses, offers, strict=True):
-                yield Table((self.variables[use.operation], hub), offer)
-
-    def _neighbours(self, value: Value, uses: Sequence[Use]) -> Hashable:
-        """The variables of a value's producer and consumers; values with the same ones have one hub."""
-        if value in self.producers:
-            operation, position = self.producers[value]
-            source: Hashable = (self.variables[operation], position)
-        else:
-            source = self.draft.given[value].placement(self.axis)
-        return source, tuple((self.variables[use.operation], use.positions) for use in uses)
+        for use, offer in zip(uses, offers, strict=True):
+            yield Table((self.variables[use.operation], hub), offer)
 
     def _hub(self, value: Value, uses: Sequence[Use]) -> tuple[tuple[Hub, ...], torch.Tensor, tuple[torch.Tensor, ...]]:
         """The hubs of a value, the cost of reaching each, and for every consumer which hubs serve its strategies."""
@@ -328,16 +304,10 @@ class AxisProblem:
         return costs if value in self.producers else costs[0]
 
     def _table(self, value: Value, variable: int, costs: torch.Tensor) -> Table:
-        """A table over the producer of a value, if it has one, and another variable, which may be the same."""
+        """A table over the producer of a value, if it has one, and another variable."""
         if value not in self.producers:
             return Table((variable,), costs)
-        made = self.variables[self.producers[value][0]]
-        if made < variable:
-            return Table((made, variable), costs)
-        if costs not in self._turned:  # one object for one table, by which the solver recognises identical layers
-            self._turned[costs] = costs.t(), costs.diagonal()
-        turned, diagonal = self._turned[costs]
-        return Table((variable,), diagonal) if made == variable else Table((variable, made), turned)
+        return Table((self.variables[self.producers[value][0]], variable), costs)
 
 
 def _preference(count: int) -> torch.Tensor:
