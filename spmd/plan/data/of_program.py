@@ -32,7 +32,7 @@ def of_graph(function: Callable[[Graph], T]) -> Callable[[Graph], T]:
 
 
 @attrs.define
-class _Results(Generic[T]):
+class _Cached(Generic[T]):
     """The results of a function, by its arguments, for plans of a graph with the same decisions."""
 
     decisions: tuple[object, ...] = ()
@@ -44,7 +44,7 @@ def of_program(function: Callable[[PlanData, Unpack[Arguments]], T]) -> Callable
 
     It must not read the plan's `gap`, `seconds`, `comms` and `schedule`, and its result must not hold the graph.
     """
-    results_of: Callable[[Graph], _Results[T]] = of_graph(lambda _: _Results())
+    results_of: Callable[[Graph], _Cached[T]] = of_graph(lambda _: _Cached())
 
     @wraps(function)
     def cached(plan: PlanData, *arguments: Unpack[Arguments]) -> T:
