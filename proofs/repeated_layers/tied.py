@@ -58,6 +58,8 @@ class Optima:
             return "below the optimum"
         if not _near(self.whole, self.free * (1 + self.whole_gap)):
             return "the search of every layer is farther from the optimum than its plan states"
+        if not _near(self.folded, self.tied * (1 + self.folded_gap)):
+            return "the folded search is farther from the optimum with tied layers than its plan states"
         return ""
 
 

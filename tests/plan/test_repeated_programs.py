@@ -25,7 +25,7 @@ def test_both_plans_compute_what_one_device_does() -> None:
     assert found.verdict not in ERRORS, line(found)
 
 
-@pytest.mark.parametrize("seed", [7, 10])
+@pytest.mark.parametrize("seed", [0, 7, 10, 64])
 def test_plans_of_small_programs_are_not_below_the_optimum(seed: int) -> None:
     found = optima(seed)
     assert not found.mistake and found.layers > 0

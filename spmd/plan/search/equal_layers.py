@@ -115,14 +115,15 @@ class Layers:
     def equal(self) -> Iterator[tuple[int, int, int]]:
         """For every stack: its number, and the first and the last of most consecutive layers that are equal.
 
-        The first and the last layer of a stack count as unequal, as they have other neighbours.
+        The first and the last layer of a stack count as unequal, as they have other neighbours, and so does the second,
+        which may reshard what the first one makes.
         """
         counts: dict[int, int] = defaultdict(int)
         for stack, layer in self.members:
             counts[stack] = max(counts[stack], layer + 1)
         for stack, count in sorted(counts.items()):
-            best, begin = (0, 0), 1
-            for layer in range(1, count - 1):
+            best, begin = (0, 0), 2
+            for layer in range(2, count - 1):
                 if layer > begin and not self._alike(stack, layer - 1, count - 1):
                     begin = layer
                 best = max(best, (layer - begin, -begin))
